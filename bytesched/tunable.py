@@ -109,19 +109,19 @@ class RunFacts:
     framework: str
     #: all gradients together
     model_bytes: int
-    #: a digest of the parameters' shapes and dtypes, in forward order, of what they are compressed
+    #: a digest of the parameters' shapes and dtypes, in their order, of what they are compressed
     #: to, and of whether updates cross the barrier
     signature: str
     #: of the link, by growing size
     probes: tuple[Probe, ...]
-    #: CPU time of a training step over its time, without communication
-    cpu_load: float
     #: what would hold without a tuner
     untuned: Setting
     #: what can be changed, of `KNOBS`
     knobs: frozenset[str]
-    #: whether an order is planned in the first steps
-    plans: bool
+    #: steps after the first one in which nothing is as it stays
+    first_steps: int
+    #: the same after each change
+    changed_steps: int
 
     @property
     def world_size(self) -> int:

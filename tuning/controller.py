@@ -45,12 +45,12 @@ class Pace:
 
     #: of one tuning, from the first turn until something is adopted; never exceeded
     budget: int = 150
-    #: dropped after the model was wrapped; at the begin of a turn; after scheduling went off or on;
-    #: after the model was wrapped, until an order has been planned
-    warm_drop: int = 2
+    #: dropped after the model was wrapped; after a change of sizes; where those of the turn before
+    #: stay; after scheduling went off or on
+    first_drop: int = 2
     drop: int = 1
+    same_drop: int = 1
     off_drop: int = 2
-    plan_drop: int = 8
     #: samples of the untuned setting, of a candidate, and more of one that is not clearly worse
     baseline: int = 6
     least: int = 2
@@ -125,7 +125,6 @@ class Controller:
         pace: how many steps to spend.
         report: told what happens.
         known: a setting that is adopted from the start.
-        plans: whether an order is planned, before which steps do not count.
         known_step_s: what a step took under it when it was tuned; NaN if that is not known.
         unfinished: what earlier runs have found, from which the first search goes on.
     """
@@ -142,7 +141,6 @@ class Controller:
         known: Setting | None = None,
         known_step_s: float = math.nan,
         unfinished: Unfinished | None = None,
-        plans: bool = False,
     ) -> None:
         self._untuned = untuned
         self._off: Setting | None = None
@@ -152,7 +150,6 @@ class Controller:
         self._search = search
         self._now_s = now_s
         self.pace = pace or Pace()
-        self._warm_drop = self.pace.plan_drop if plans else self.pace.warm_drop
         self._report = report
         self.adopted = known
         self._known_step_s = known_step_s
@@ -183,7 +180,7 @@ class Controller:
     def more_trials(self) -> int:
         """About how many candidates there is time for."""
         left = self.pace.budget - self.guard_steps - self.steps
-        trial = 2 * self.pace.drop + self.pace.least + self.pace.more
+        trial = self.pace.drop + self.pace.least + self.pace.same_drop + self.pace.more
         return max(0, left // trial)
 
     @property
@@ -213,7 +210,7 @@ class Controller:
         self.steps = 0
         if found is not None:
             # Whatever it took, this run has the time to compare.
-            least = self.guard_steps + self._warm_drop + self.pace.baseline
+            least = self.guard_steps + self.pace.first_drop + self.pace.baseline
             self.steps = max(0, min(found.steps, self.pace.budget - least))
         baseline_s = yield from self._measure(self._untuned, self.pace.baseline, "baseline")
         self._noise = spread(self._samples_s)
@@ -329,10 +326,13 @@ class Controller:
     def _dropped(self, before: Setting | None, setting: Setting) -> int:
         """Steps of a turn under `setting` that do not count, after one under `before`."""
         pace = self.pace
-        drop = self._warm_drop if before is None else pace.drop
-        if before is not None and setting.enabled is not before.enabled:
-            drop = max(drop, pace.off_drop)
-        return drop
+        if before is None:
+            return pace.first_drop
+        if before == setting:
+            return pace.same_drop
+        if setting.enabled is not before.enabled:
+            return max(pace.drop, pace.off_drop)
+        return pace.drop
 
     @property
     def _finalists(self) -> int:
@@ -345,6 +345,6 @@ class Controller:
         steps = (1 + candidates) * (drop + self.pace.guard)
         if self._off is None:
             return steps
+        off_drop = max(drop, self.pace.off_drop)
         # What comes after it, in this round or the next, begins with as many that do not count.
-        after_off = max(0, self.pace.off_drop - drop)
-        return steps + self.pace.off_drop + self.pace.guard + after_off
+        return steps + off_drop + self.pace.guard + off_drop - drop

@@ -99,6 +99,7 @@ class OnlineTuner:
         """The first decision: what is known of this cluster, or the untuned setting."""
         self._facts = facts
         self._link = fit_probes(facts.probes)
+        pace = replace(self._pace, first_drop=facts.first_steps, drop=facts.changed_steps)
         fingerprint = _fingerprint(facts, self._link)
         unfinished = self._unfinished(fingerprint)
         self._logbook = Logbook(self._memory, fingerprint, facts.untuned, unfinished)
@@ -107,10 +108,9 @@ class OnlineTuner:
         self._controller = Controller(
             facts.untuned,
             can_switch_off="enabled" in facts.knobs,
-            plans=facts.plans,
             search=self._searcher,
             now_s=self._now_s,
-            pace=self._pace,
+            pace=pace,
             report=self._reported,
             known=known,
             known_step_s=known_step_s,

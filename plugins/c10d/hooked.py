@@ -94,6 +94,7 @@ def join_hooked(
             divisor=data.size,
             sync=sync,
             find_unused=find_unused,
+            carrier=kind,
         )
     return session
 

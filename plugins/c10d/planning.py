@@ -53,7 +53,7 @@ def why_not_planned(
     ways = [Cell(), Cell("sharded"), Cell(levels="two levels")]
     if ddp is None or _goes_in_halves(ddp, config):
         ways.append(Cell("split"))
-    if config.cell not in ways:
+    if config.cell._replace(sizes="given") not in ways:
         return "another way is asked for"
     if has_groups:
         return "some ranks reduce some parameters"
@@ -135,6 +135,7 @@ def attach_planned(
         others = [group for group in (buffers, statements) if group is not None]
         levels = levels_of(base, ranks, data, device, name, config)
         wire = GroupWire(data, control, others, device, levels)
+        in_halves = statements is None and not config.tune and _goes_in_halves(ddp, config)
         session = DdpSession(
             model,
             ddp,
@@ -146,10 +147,9 @@ def attach_planned(
             setting=Setting(
                 partition_bytes, max(config.credit_bytes, 2 * partition_bytes), config.policy
             ),
-            halves_bytes=chunk_bytes // 2
-            if statements is None and _goes_in_halves(ddp, config)
-            else 0,
+            halves_bytes=chunk_bytes // 2 if in_halves else 0,
             bucket_bytes=bucket_bytes,
+            carrier=kind,
             is_finalized_ahead=finalizes_by_hand(ddp) and finalize_outstanding(ddp),
             open_updates=None
             if statements is None

@@ -23,10 +23,10 @@ from ..planned.turns import open_turns
 from ..proxies.entries import guard_entries
 from ..proxies.hooks import StayingForwardHook, StayingHook
 from ..proxies.passes import IN_A_CONTEXT, are_in_a_context
-from ..routes.backend import Backend
+from ..routes.backend import Backend, from_leader
 from ..routes.handover import Handover
 from ..update.stepping import Stepping
-from ..warmup.retuning import Decisions
+from ..warmup.retuning import DECISION, Decisions
 from .hooked import HookedModel
 from .phase import Life
 from .round_steps import RoundSteps
@@ -77,7 +77,10 @@ class Session(HookedModel):
         decisions = None
         if config.tune and backend.knobs:
             tuner = find_tuner(config) if backend.rank == 0 else None
-            decisions = Decisions(tuner, backend, slots[0].parameter.device)
+            device = slots[0].parameter.device
+            decisions = Decisions(
+                tuner, lambda values: from_leader(backend, values, device, DECISION)
+            )
             self._undo.append(decisions.close)
         elif config.tune and backend.rank == 0:
             log.warning("tune is on, but sizes cannot change during training over %s", backend.wire)

@@ -152,15 +152,19 @@ class WarmingUp:
             carrier.change(changed)
             meter.changed(len(plan.chunks), changed)
 
+        def land() -> None:
+            synchronizing.wait_reduced()
+            synchronizing.synchronize_all()
+
         retuning = None
         if self._decisions is not None:
             retuning = Retuning(
                 self._decisions,
                 warm.decision,
                 Changing(plan.slots, self._handover, cut, setting),
-                synchronizing,
-                lambda: carrier.traffic,
-                streams=streams,
+                streams,
+                land=land,
+                traffic=lambda: carrier.traffic,
             )
         return Running(
             plan,

@@ -40,7 +40,7 @@ class Attachment:
     ) -> None:
         self._ddp = weakref.ref(ddp)
         self._source = source
-        self._bucket_bytes = bucket_bytes
+        self.bucket_bytes = bucket_bytes
         #: whether there are buckets of our size to come
         self.is_renewal_due = bucket_bytes > 0
         #: that gradients have moved
@@ -65,7 +65,7 @@ class Attachment:
         self.is_renewal_due = False
         if (ddp := self._ddp()) is not None:
             self._source.begin_anew()
-            self._renew(ddp, self._bucket_bytes, self._source)
+            self._renew(ddp, self.bucket_bytes, self._source)
 
     def leave(self) -> None:
         """The DDP gets a reducer as it was made with, without our hook."""

@@ -6,6 +6,7 @@ import logging
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Final
 
 import torch
 from torch import nn
@@ -20,7 +21,7 @@ from ..proxies.passes import IN_A_CONTEXT, are_in_a_context
 from ..stages import refuse_stage
 from .attachment import Attachment, Give
 from .bundles import Slot
-from .cutting import Cutter
+from .cutting import Cutter, cut_whole
 from .guard import Guard, collectives_of
 from .reducer import (
     check_finalized,
@@ -40,6 +41,9 @@ __all__ = ["DdpSession"]
 
 log = logging.getLogger("bytesched")
 
+#: steps with a new reducer that show nothing: it gets the buckets that stay in the second one
+_RENEWED_STEPS: Final = 2
+
 
 class DdpSession(PlannedSession):
     """The life of one wrapped DDP.
@@ -53,6 +57,7 @@ class DdpSession(PlannedSession):
         halves_bytes: of a chunk that goes in two halves, of two ranks; 0: none does.
         bucket_bytes: of the reducer that ``ddp`` gets in its next forward pass; 0: its own stays.
         is_finalized_ahead: the script is about to finalize a backward pass that is finalized.
+        carrier: see `PlannedSession`.
         open_updates: opens what updates parameters; None: all ranks update all from gradients.
     """
 
@@ -72,6 +77,7 @@ class DdpSession(PlannedSession):
         halves_bytes: int = 0,
         bucket_bytes: int = 0,
         is_finalized_ahead: bool = False,
+        carrier: str = "",
         open_updates: OpenUpdates | None = None,
     ) -> None:
         self._ddp = weakref.ref(ddp)
@@ -100,6 +106,10 @@ class DdpSession(PlannedSession):
             make_source=make_source,
             setting=setting,
             halves_bytes=halves_bytes,
+            carrier=carrier,
+            # DDP does not compress.
+            can_stop=config.compression == "none",
+            changed_steps=_RENEWED_STEPS if bucket_bytes else 1,
             open_updates=open_updates,
         )
         self._guard = Guard(wire, self._clock)
@@ -148,8 +158,13 @@ class DdpSession(PlannedSession):
             self._rounds.land_all("forward")
             self._rounds.let_go_of_buckets()
             self._attachment.renew()
-        if self._collectives is not None and self._guard.planned_forward(self.source.finished):
+        self._tune()
+        if self._is_off:
+            return
+        is_compared = self._collectives is not None
+        if is_compared and self._guard.planned_forward(self.source.finished) and self._may_leave():
             self._go_away()
+            self._guard.plain_begins()
         self._meter.forward_begins()
 
     def _may_turn(self, ddp: DistributedDataParallel) -> bool:
@@ -159,23 +174,28 @@ class DdpSession(PlannedSession):
             ddp.require_backward_grad_sync or not ddp.static_graph
         )
 
-    def _go_away(self) -> None:
-        """DDP is by itself, as the script made it, until the guard says something else."""
+    def _may_leave(self) -> bool:
+        """Whether DDP may be by itself from the forward pass on that begins."""
         ddp = self._ddp()
-        if ddp is None or is_joining(ddp) or not self._may_turn(ddp):
-            return
+        return ddp is not None and not is_joining(ddp) and self._may_turn(ddp)
+
+    def _go_away(self) -> None:
+        """DDP is by itself, as the script made it, until `_come_back`."""
         self._rounds.land_all("forward")
         self._is_off = self._is_away = True
         self._gates.rest()
         self._rounds.let_go_of_buckets()
         self._attachment.leave()
-        self._guard.plain_begins()
 
     def _comes_back(self) -> bool:
         """A forward pass of DDP by itself begins; whether the plan is in force again."""
         ddp, guard, root = self._ddp(), self._guard, self._root()
         if not self._is_away or ddp is None or root is None:
             return False
+        if self._tuned is not None:
+            self._failures.check()
+            self._tune()
+            return not self._is_away
         if is_joining(ddp):
             self._stand_aside("join() is used")
             return False
@@ -188,12 +208,46 @@ class DdpSession(PlannedSession):
             log.info("%s", guard.decision)
         if not guard.is_planned_next or not self._may_turn(ddp):
             return False
+        self._come_back(ddp, root)
+        guard.planned_begins(self.source.finished)
+        return True
+
+    def _come_back(self, ddp: DistributedDataParallel, root: nn.Module) -> None:
+        """The plan is in force from the forward pass on that begins."""
         check_finalized(ddp)
         self._is_off = self._is_away = False
         self._rounds.begin_anew()
         self._attachment.come_back()
         self._gates.learn(root)
-        guard.planned_begins(self.source.finished)
+
+    # -- tuning ------------------------------------------------------------------------
+
+    def _may_tune(self) -> bool:
+        ddp = self._ddp()
+        return ddp is not None and not is_joining(ddp)
+
+    def _change(self, setting: Setting) -> bool:
+        ddp, root = self._ddp(), self._root()
+        if ddp is None or root is None or not self._may_turn(ddp):
+            return False
+        if not setting.enabled:
+            if not self._is_away:
+                self._go_away()
+            return True
+        partition_bytes = setting.partition_bytes
+        is_resized = partition_bytes != self._setting.partition_bytes
+        if is_resized:
+            self.source.cut = partial(cut_whole, chunk_bytes=partition_bytes)
+            if self._bucket_bytes:
+                self._bucket_bytes = self._attachment.bucket_bytes = partition_bytes
+        if self._is_away:
+            self._come_back(ddp, root)
+        elif is_resized:
+            self._rounds.let_go_of_buckets()
+            if self._bucket_bytes:
+                self._attachment.renew()
+                self.source.rounds = 1
+        self._change_rounds(setting)
         return True
 
     def _complain_if_incomplete(self) -> None:
@@ -237,7 +291,7 @@ class DdpSession(PlannedSession):
     @property
     def mode(self) -> str:
         """See `PlannedSession`. A turn without the plan changes nothing of it."""
-        if self._is_away and not self._guard.is_aside:
+        if self._is_away and self._tuned is None and not self._guard.is_aside:
             return "cross" if self._stepping.crosses else "backward"
         return super().mode
 
@@ -285,8 +339,10 @@ class DdpSession(PlannedSession):
 
 
 def _can_compare(config: Config) -> bool:
-    """Whether plain DDP has the same numbers, and takes turns on a device as well."""
-    return config.compression == "none" and not config.share
+    """Whether plain DDP has the same numbers and takes turns on a device as well, and is compared
+    by nobody else.
+    """
+    return config.compression == "none" and not config.share and not config.tune
 
 
 def _source(

@@ -197,8 +197,15 @@ class HookSource(Source):
 
     # -- buckets -----------------------------------------------------------------------
 
+    def resize(self, cut: Cutter, bucket_bytes: int) -> None:
+        """Buckets are others from the next round on; nothing is under way."""
+        self.cut = cut
+        self._bucket_bytes = bucket_bytes
+        self._lay_out(self._order)
+
     def _lay_out(self, order: Sequence[int]) -> None:
         """Buckets of parameters that are neighbours in ``order``, in the order of their last."""
+        self._order = order
         self.let_go()
         self._fillings.clear()
         full: list[list[Entry]] = []

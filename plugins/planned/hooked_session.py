@@ -42,6 +42,7 @@ class HookedSession(PlannedSession):
         find_unused: parameters may get no gradient; None: the first round shows it.
         is_static: one may get several in a round, as many in each.
         partitions: of parameters that some ranks reduce among themselves, by id.
+        carrier: see `PlannedSession`.
         open_updates: opens what updates parameters; None: all ranks update all from gradients.
     """
 
@@ -63,6 +64,7 @@ class HookedSession(PlannedSession):
         find_unused: bool | None,
         is_static: bool = False,
         partitions: Mapping[int, Partition] = MappingProxyType({}),
+        carrier: str = "",
         open_updates: OpenUpdates | None = None,
     ) -> None:
         inner = root.module if isinstance(root, DistributedDataParallel) else root
@@ -94,6 +96,7 @@ class HookedSession(PlannedSession):
             make_source=make_source,
             divisor=divisor,
             setting=setting,
+            carrier=carrier,
             open_updates=open_updates,
         )
 
@@ -120,6 +123,7 @@ class HookedSession(PlannedSession):
             self.source.is_synced = self._sync()
             if self.source.is_synced:
                 self._finish()
+        self._tune()
         self._meter.forward_begins()
 
     def backward_begins(self) -> None:
@@ -198,6 +202,14 @@ class HookedSession(PlannedSession):
         self._failures.check()
         if self.source.phase is Phase.IDLE:
             self._rounds.land_all("synchronize")
+
+    def _change(self, setting: Setting) -> bool:
+        partition_bytes = setting.partition_bytes
+        if partition_bytes != self._setting.partition_bytes:
+            self._rounds.let_go_of_buckets()
+            self.source.resize(partial(cut_whole, chunk_bytes=partition_bytes), partition_bytes)
+        self._change_rounds(setting)
+        return True
 
     # -- life --------------------------------------------------------------------------
 

@@ -136,6 +136,17 @@ class Planning:
         self._times = []
         self._measured = self._last = None
 
+    def change(self, policy: str, credit_bytes: int) -> None:
+        """Rounds are planned so from the next one on; the ranks tell each other nothing now."""
+        self._policy, self._credit_bytes = policy, credit_bytes
+        self.forget()
+        self.busy_ns = 0
+
+    def measure_again(self) -> None:
+        """Rounds are measured as often as those of a new layout."""
+        if self.stage is Stage.ALIKE:
+            self._rounds = 0
+
     def close(self) -> None:
         """Lets go of what the ranks were telling each other."""
         self.forget()
@@ -206,9 +217,15 @@ class Planning:
             args = {"bytes": chunk.sent.nbytes, "chunk": chunk.index}
             self._observers.on_span("send", chunk.name, issued_ns, now_ns, args)
 
-    def round_ends(self) -> None:
-        """All chunks of a round have been issued: what there is to tell goes behind them."""
+    def round_ends(self, buckets: Sequence[Bucket]) -> None:
+        """All chunks of a round have been issued: what there is to tell goes behind them.
+
+        Args:
+            buckets: the layout from here on.
+        """
         if self.stage is Stage.NEW:
+            # It may have become this one while chunks were issued.
+            self._chunks = {chunk.index: chunk for bucket in buckets for chunk in bucket.chunks}
             self._tell(_digest(self._layout()))
             self.stage = Stage.COMPARING
         elif self.stage is Stage.MEASURING:

@@ -15,6 +15,7 @@ from bytesched.tunable import Setting
 from ..dependency.failures import Failures
 from ..figures.meter import Meter
 from ..queries.operations import ASKING
+from ..routes.carrier import Traffic
 from .buckets import Bucket, Chunk, Member
 from .bundles import Slot
 from .clocks import Clock
@@ -108,6 +109,7 @@ class Rounds:
         setting: the sizes in use, for figures.
         learned: puts gates where forward passes have shown them; whether it did so now.
         began: called with the chunks and bytes of a round that differs in them from the last one.
+        ended: called at the end of each round.
         open_updates: opens what updates parameters; None: all ranks update all from gradients.
         turns: of a device that several jobs share.
     """
@@ -127,6 +129,7 @@ class Rounds:
         setting: Setting,
         learned: Callable[[], bool],
         began: Callable[[int, int], None],
+        ended: Callable[[], None],
         open_updates: OpenUpdates | None = None,
         turns: ModelTurns | None = None,
     ) -> None:
@@ -139,12 +142,15 @@ class Rounds:
         self._learned = learned
         self._turns = turns
         self._began = began
+        self._ended = ended
         #: chunks and bytes of the last round
         self._last_sent = (0, 0)
         #: for how long something is under way in a round
         self._round_busy_ns = 0
         #: rounds that are in no figures any more
         self._rounds_before = 0
+        #: what has been sent in rounds of which is known for how long something was under way
+        self.traffic = Traffic()
         self.planning = Planning(
             wire,
             observers,
@@ -154,6 +160,7 @@ class Rounds:
             clock=clock,
         )
         self.meter = Meter(observers, len(slots), self._busy_ns)
+        self.meter.changed(0, setting)
         coding = coding_of(config.compression, divisor)
         self.sending = Sending(wire, failures, self.meter, self.planning, coding)
         named: dict[str, Any] = {
@@ -183,6 +190,18 @@ class Rounds:
         """Rounds go another way from the next one on, and figures are of those alone."""
         self.meter.begin_anew()
         self._rounds_before = self.meter.rounds
+
+    def change(self, setting: Setting, credit_bytes: int) -> None:
+        """Rounds go on with ``setting`` from the next one on; nothing is under way.
+
+        Args:
+            credit_bytes: that of its plan; 0: see `Planning`.
+        """
+        self._setting = setting
+        self._last_sent, self._round_busy_ns = (0, 0), 0
+        self.planning.change(setting.policy, credit_bytes)
+        self.meter.changed(0, setting)
+        self.begin_anew()
 
     def round_begins(self) -> None:
         """See `Listener`."""
@@ -269,7 +288,7 @@ class Rounds:
                 return
             self.sending.ready(chunks, is_last=is_last)
             if is_last and not self.source.is_early and self.sending.halves is None:
-                self.planning.round_ends()
+                self.planning.round_ends(self.source.buckets)
                 self._splitting.round_ends()
         except RuntimeError as error:
             self._failures.check()
@@ -330,6 +349,12 @@ class Rounds:
                 self._last_sent = chunks, nbytes
                 self.meter.active(nbytes, chunks, self._setting)
                 self._began(chunks, nbytes)
+            if busy_ns := self._round_busy_ns:
+                sent = self.traffic
+                self.traffic = Traffic(
+                    sent.busy_ns + busy_ns, sent.chunks + chunks, sent.nbytes + nbytes
+                )
+        self._ended()
 
     def land_all(self, by: str) -> None:
         """Nothing is under way, and nothing owed, that was before.

@@ -31,6 +31,7 @@ from .clocks import Clock, DeviceClock, HostClock
 from .gates import Gates
 from .rounds import OpenUpdates, Rounds
 from .source import MakeSource, Phase
+from .tuned import Tuned
 from .turns import ModelTurns, open_turns
 from .wire import Wire
 
@@ -51,6 +52,9 @@ class PlannedSession(ABC):
         divisor: of these, where it is not the number of ranks; 1: the wire divides.
         setting: the sizes in use, for figures.
         halves_bytes: of a chunk that goes in two halves, of two ranks; 0: none does.
+        carrier: what sums, such as "gloo", as it is remembered with ``tune``; empty: sizes stay.
+        can_stop: gradients can be the framework's for a while, to compare.
+        changed_steps: steps after a change of sizes that show nothing.
         open_updates: opens what updates parameters; None: all ranks update all from gradients.
     """
 
@@ -69,6 +73,9 @@ class PlannedSession(ABC):
         divisor: int | None = None,
         setting: Setting,
         halves_bytes: int = 0,
+        carrier: str = "",
+        can_stop: bool = False,
+        changed_steps: int = 1,
         open_updates: OpenUpdates | None = None,
     ) -> None:
         self._root = weakref.ref(root)
@@ -104,6 +111,7 @@ class PlannedSession(ABC):
             setting=setting,
             learned=lambda: self._gates.are_learned(),
             began=self._began,
+            ended=self._round_ends,
             open_updates=open_updates,
             turns=self._turns,
         )
@@ -120,8 +128,26 @@ class PlannedSession(ABC):
         self._has_begun = False
         self._closed = self._is_off = False
         self._undo: list[Callable[[], None]] = []
+        self._tuned: Tuned | None = None
         guard_entries()
         try:
+            if config.tune and carrier:
+                self._tuned = Tuned(
+                    slots,
+                    config,
+                    wire,
+                    self._clock,
+                    self._failures,
+                    self._rounds,
+                    carrier=carrier,
+                    can_stop=can_stop,
+                    changed_steps=changed_steps,
+                    setting=setting,
+                    change=self._change,
+                )
+                self._undo.append(self._tuned.close)
+            elif config.tune and wire.rank == 0:
+                log.warning("tune is on, but sizes of this model cannot change during training")
             self._undo.append(watch_passes(self))
             self._undo.append(URGENCY.observe(observers))
             self._hook(root)
@@ -212,7 +238,7 @@ class PlannedSession(ABC):
         return error
 
     def _began(self, chunks: int, nbytes: int) -> None:
-        if self._wire.rank == 0:
+        if self._wire.rank == 0 and not (self._has_begun and self._tuned is not None):
             if not self._has_begun:
                 log.info(UNSEEN)
             log.info(
@@ -231,6 +257,31 @@ class PlannedSession(ABC):
     def _rounds_alike(self, chunks: int) -> bool:
         """Whether so many chunks of a round are added up as plain training adds them up."""
         return False
+
+    # -- tuning ------------------------------------------------------------------------
+
+    def _round_ends(self) -> None:
+        if self._tuned is not None and self._may_tune():
+            self._tuned.round_ends()
+
+    def _tune(self) -> None:
+        """A forward pass begins: what has been decided is applied, on all ranks in the same one."""
+        if self._tuned is not None and self._may_tune() and self._source.phase is Phase.IDLE:
+            self._tuned.before_forward(self._stepping.steps)
+
+    def _may_tune(self) -> bool:
+        """Whether all ranks take part in every round."""
+        return True
+
+    @abstractmethod
+    def _change(self, setting: Setting) -> bool:
+        """Goes on with ``setting``; whether it could. Nothing is under way."""
+
+    def _change_rounds(self, setting: Setting) -> None:
+        """The same for what is common to all sources."""
+        assert self._tuned is not None
+        self._setting = setting
+        self._rounds.change(setting, self._tuned.credit_bytes(setting))
 
     # -- steps -------------------------------------------------------------------------
 

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import socket
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from math import inf
-from time import perf_counter, process_time
-from typing import Any
 
 import torch
 
 from bytesched.config import Config
 from bytesched.errors import PluginError
-from bytesched.link.sizes import PROBE_WINDOW, RULES, Probe, chosen_sizes, probe_sizes
+from bytesched.link.sizes import RULES, Probe, chosen_sizes
 from bytesched.round import GradientEvent, GradientState
 from bytesched.tunable import Decision, RunFacts, Setting
 
@@ -24,6 +21,7 @@ from ..layout.packing import Packer
 from ..layout.plan import Plan
 from ..layout.slots import Slot
 from ..routes.backend import Backend, from_leader
+from .probing import Probing
 from .retuning import NEVER, Decisions
 
 __all__ = ["WARM_UP", "WarmUp", "WarmedUp"]
@@ -33,12 +31,8 @@ WARM_UP = "warm-up"
 
 _TASK = "the first iteration"
 
-#: all-reduces per measurement, and measurements per size: the best one counts
-_COUNT = 6
-_TRIES = 2
-#: the same for measurements shorter than that: a moment in which a core was away costs them most,
-#: and would make chunks several times too large
-_SHORT_TRIES, _SHORT_S = 5, 0.05
+#: first steps that show nothing, where an order is planned in them and where not
+_PLANNED_STEPS, _STEPS = 8, 2
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,8 +77,6 @@ class WarmUp:
         self._device = slots[0].parameter.device
         # A model on a GPU does not compute on the cores that chunks cost time on.
         self._cpu_load = cpu_load if self._device.type == "cpu" else 0.0
-        #: what the last probe has shown, the same on all ranks
-        self._bytes_per_s = inf
 
     def reduce(self, order: Sequence[int], *, find_unused: bool | None) -> WarmedUp:
         """The plan, with all gradients averaged in its arenas; collective.
@@ -139,7 +131,14 @@ class WarmUp:
         probes: list[Probe] = []
         model_bytes = sum(s.parameter.nbytes for s in ordered)
         if self._decisions is not None or not partition_bytes:
-            probes = probe_sizes(self._probe, model_bytes)
+            backend = self._backend
+            probing = Probing(
+                backend.sum,
+                lambda work, task: backend.wait(work, task=task),
+                lambda values: self._from_leader([*values]),
+                self._device,
+            )
+            probes = probing.probes(model_bytes)
         sizes = chosen_sizes(
             probes,
             model_bytes=model_bytes,
@@ -176,10 +175,10 @@ class WarmUp:
             model_bytes=model_bytes,
             signature=hashlib.sha256(repr(sent).encode()).hexdigest()[:16],
             probes=tuple(probes),
-            cpu_load=self._cpu_load,
             untuned=untuned,
             knobs=self._knobs,
-            plans=self._backend.plans,
+            first_steps=_PLANNED_STEPS if self._backend.plans else _STEPS,
+            changed_steps=1,
         )
 
     def _ranks_per_host(self) -> tuple[int, ...]:
@@ -188,33 +187,6 @@ class WarmUp:
         hosts = [0] * self._backend.size
         hosts[self._backend.rank] = int.from_bytes(digest[:7], "big")
         return tuple(sorted(Counter(self._sum(hosts)).values(), reverse=True))
-
-    def _probe(self, nbytes: int) -> Probe:
-        """All-reduces of ``nbytes``, with the same answer on every rank."""
-        is_short = _COUNT * nbytes < _SHORT_S * self._bytes_per_s
-        tries = [self._timed(nbytes) for _ in range(_SHORT_TRIES if is_short else _TRIES)]
-        best_s, least_cpu_s = (min(values) for values in zip(*tries, strict=True))
-        found = [int(_COUNT * nbytes / best_s), int(1e9 * least_cpu_s / _COUNT)]
-        bytes_per_s, cpu_ns = self._from_leader(found)
-        self._bytes_per_s = float(bytes_per_s)
-        return Probe(nbytes, self._bytes_per_s, cpu_ns / 1e9)
-
-    def _timed(self, nbytes: int) -> tuple[float, float]:
-        """Seconds, and of CPU time of this process."""
-        buffers = [torch.zeros(nbytes // 4, device=self._device) for _ in range(PROBE_WINDOW)]
-        self._add_up(buffers[0][:1])
-        self._synchronize()
-        began_s, began_cpu_s = perf_counter(), process_time()
-        works: deque[Any] = deque()
-        for index in range(_COUNT):
-            if len(works) == PROBE_WINDOW:
-                self._backend.wait(works.popleft(), task=_TASK)
-            turn = index % PROBE_WINDOW
-            works.append(self._backend.sum(buffers[turn], f"probe {nbytes}.{turn}"))
-        while works:
-            self._backend.wait(works.popleft(), task=_TASK)
-        self._synchronize()
-        return perf_counter() - began_s, process_time() - began_cpu_s
 
     def _synchronize(self) -> None:
         if self._device.type == "cuda":

@@ -5,23 +5,18 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from itertools import pairwise
-from typing import Any
-
-import torch
+from typing import Any, Protocol
 
 from bytesched.tunable import Decision, RunFacts, Setting, Steps, Tuner
 
-from ..dependency.synchronizing import Synchronizing
-from ..routes.backend import Backend, from_leader
 from ..routes.carrier import Traffic
-from ..routes.streams import Streams
-from .changing import Changing
+from .probing import FromLeader
 
 __all__ = ["DECISION", "NEVER", "Decisions", "Retuning"]
 
 log = logging.getLogger("bytesched")
 
-#: the key of the sum that carries a decision
+#: the name of what carries a decision
 DECISION = "the decision of rank 0"
 
 #: steps until the next decision where none will be made, or not any more
@@ -33,13 +28,11 @@ class Decisions:
 
     Args:
         tuner: who decides; None on the other ranks.
-        device: where sums are made.
     """
 
-    def __init__(self, tuner: Tuner | None, backend: Backend, device: torch.device) -> None:
+    def __init__(self, tuner: Tuner | None, from_leader: FromLeader) -> None:
         self._tuner = tuner
-        self._backend = backend
-        self.device = device
+        self._from_leader = from_leader
 
     @property
     def are_made_here(self) -> bool:
@@ -70,7 +63,30 @@ class Decisions:
             except Exception:
                 log.exception("tuning has failed and ends; training goes on with %s", otherwise)
                 self._tuner = None
-        return Decision.of(from_leader(self._backend, numbers, self.device, DECISION))
+        return Decision.of(self._from_leader(numbers))
+
+
+class Changing(Protocol):
+    """What a session runs with."""
+
+    def apply(self, setting: Setting) -> None:
+        """Goes on with ``setting``, as far as that is possible; nothing may be outstanding.
+
+        Between the same two steps on all ranks.
+        """
+
+    def is_applied(self, setting: Setting) -> bool:
+        """Whether it runs with ``setting`` already."""
+
+
+class Clock(Protocol):
+    """What happens when."""
+
+    def moment(self) -> Any:
+        """Now; on a device, when all that is queued by now is computed."""
+
+    def seconds(self, began: Any, ended: Any) -> float:
+        """From one moment to another; returns when both have come."""
 
 
 class Retuning:
@@ -78,8 +94,8 @@ class Retuning:
 
     Args:
         first: the decision that the session begins with.
+        land: returns when nothing is outstanding.
         traffic: what has been carried since the start.
-        streams: know when what a step has queued is computed.
     """
 
     def __init__(
@@ -87,18 +103,18 @@ class Retuning:
         decisions: Decisions,
         first: Decision,
         changing: Changing,
-        synchronizing: Synchronizing,
-        traffic: Callable[[], Traffic],
+        clock: Clock,
         *,
-        streams: Streams,
+        land: Callable[[], None],
+        traffic: Callable[[], Traffic],
     ) -> None:
         self._decisions = decisions
         self._decision = first
         self._left = first.next_in_steps
         self._changing = changing
-        self._synchronizing = synchronizing
+        self._clock = clock
+        self._land = land
         self._traffic = traffic
-        self._streams = streams
         #: a step has begun since the warm-up
         self._is_counting = False
         self._steps_seen = 0
@@ -117,8 +133,7 @@ class Retuning:
         is_due = self._step_begins()
         if not is_due and self._changing.is_applied(self._decision.setting):
             return
-        self._synchronizing.wait_reduced()
-        self._synchronizing.synchronize_all()
+        self._land()
         if is_due:
             self._decision = self._decisions.next(self._measured, self._decision.setting)
             self._left = self._decision.next_in_steps
@@ -137,7 +152,7 @@ class Retuning:
 
     def _step_noted(self) -> None:
         if self._decisions.are_made_here:
-            self._moments.append(self._streams.moment())
+            self._moments.append(self._clock.moment())
 
     def _measured(self) -> Steps:
         traffic = self._traffic()
@@ -146,5 +161,5 @@ class Retuning:
             now - before for now, before in zip(totals, self._before, strict=True)
         )
         self._before = totals
-        durations_s = tuple(self._streams.seconds(*step) for step in pairwise(self._moments))
+        durations_s = tuple(self._clock.seconds(*step) for step in pairwise(self._moments))
         return Steps(durations_s, busy_ns / 1e9, sent_bytes, sent_chunks)

@@ -11,6 +11,7 @@ from training import Job
 import bytesched.plugins.wrapping as wrapping
 from bytesched.config import Config
 from bytesched.plugins.engine import session as sessions
+from bytesched.plugins.planned import tuned
 from bytesched.tunable import Decision, RunFacts, Setting, Steps, Tuner, find_tuner
 
 SIZES = (64, 96, 256, 1000, 4096)
@@ -81,7 +82,7 @@ class TunedJob(Job):
         super().__init__(wrapped=wrapped, **fields)
         if wrapped:
             self._fields |= {"tune": True}
-            _replace(lambda config: None, self.new_tuner)
+            replace_tuner(self.new_tuner, checked=lambda config: None)
 
     def new_tuner(self, config: Config) -> Tuner:
         raise NotImplementedError
@@ -90,7 +91,7 @@ class TunedJob(Job):
         try:
             super().close()
         finally:
-            _replace(find_tuner, find_tuner)
+            replace_tuner(find_tuner)
 
 
 class ScriptedJob(TunedJob):
@@ -122,7 +123,9 @@ class RestlessJob(TunedJob):
         self.stats["settings"] = sum(len(set(tuner.settings)) for tuner in self.tuners)
 
 
-def _replace(checked: Callable[[Config], object], made: Callable[[Config], object]) -> None:
-    """Who is asked for a tuner when an optimizer is wrapped, and when its session begins."""
+def replace_tuner(
+    made: Callable[[Config], object], *, checked: Callable[[Config], object] = find_tuner
+) -> None:
+    """Who is asked for a tuner when a session begins, and when its optimizer is wrapped."""
     vars(wrapping)["find_tuner"] = checked
-    vars(sessions)["find_tuner"] = made
+    vars(sessions)["find_tuner"] = vars(tuned)["find_tuner"] = made

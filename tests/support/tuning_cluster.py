@@ -137,10 +137,10 @@ class Cluster:
             "model_bytes": model_bytes,
             "signature": self.model,
             "probes": probes,
-            "cpu_load": 0.1,
             "untuned": Setting(*sizes),
             "knobs": frozenset(KNOBS),
-            "plans": False,
+            "first_steps": 2,
+            "changed_steps": 1,
         }
         return RunFacts(**(facts | changes))  # type: ignore[arg-type]
 

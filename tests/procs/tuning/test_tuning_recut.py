@@ -64,7 +64,8 @@ def changing(job: Job, steps: int, clips: bool = False) -> None:
             job.record(f"norm {step}", clip_grad_norm_(model.parameters(), 1.0))
         optimizer.step()
         job.record(f"loss {step}", loss)
-        if job.wrapped:
+        # A tuner is asked when the first round is over.
+        if job.wrapped and step:
             stats = bytesched.stats(optimizer)
             sizes.append(str(stats["partition_bytes"]))
     job.record_state(model, optimizer)
@@ -102,8 +103,8 @@ def test_gates_wait_for_the_bundles_of_the_new_cut(two_ranks: Ranks, then: float
         assert figures["sizes"].split()[-1] == str(int(then * LAYER_BYTES))
         # Nothing reads a weight between step() and forward, where the gates alone release it.
         assert "h" in figures["held"][6:]
-        # In the first pass the order of first use is observed, by the same means.
-        assert "p" not in figures["passed"][1:]
+        # In the first two passes the order of first use is observed, by the same means.
+        assert "p" not in figures["passed"][2:]
 
 
 @pytest.mark.parametrize("sizes", [(0.3, 2, 0.7), (100, 0.3, 1)], ids=str)

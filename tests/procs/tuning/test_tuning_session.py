@@ -16,13 +16,12 @@ import scripts_models as models
 import scripts_optimizers as optimizers
 import scripts_reading as reading
 from ranks import Ranks, address_of
-from restless import RestlessJob
+from restless import RestlessJob, replace_tuner
 from torch import nn
 from training import Job, compare, sgd
 
 import bytesched
-from bytesched.plugins.engine import session as sessions
-from bytesched.tunable import Decision, RunFacts, Steps
+from bytesched.tunable import Decision, RunFacts, Steps, find_tuner
 from bytesched.tuning import file as tunefile
 from bytesched.tuning.file import TuningFile
 from bytesched.tuning.online import OnlineTuner, tuner_of
@@ -139,7 +138,7 @@ def tuned(file: str, steps: int, fields: dict[str, Any]) -> dict[str, Any]:
         assert isinstance(tuner, Spy)
         return tuner
 
-    vars(sessions)["find_tuner"] = spying
+    replace_tuner(spying)
     Spy.durations_s, Spy.busy_s, Spy.sent_bytes = (), 0.0, 0
     sizes = set()
     began_s = time.monotonic()
@@ -153,11 +152,14 @@ def tuned(file: str, steps: int, fields: dict[str, Any]) -> dict[str, Any]:
             model(job.inputs(step, 4, WIDTH)).square().mean().backward()
             optimizer.step()
             stats = bytesched.stats(optimizer)
-            sizes.add((stats["partition_bytes"], stats["credit_bytes"], stats["mode"] == "plain"))
+            # The tuner is asked when the first round is over.
+            if step:
+                is_off = stats["mode"] == "plain"
+                sizes.add((stats["partition_bytes"], stats["credit_bytes"], is_off))
         bytesched.unwrap(optimizer)
         ended_s = time.monotonic()
     finally:
-        vars(sessions)["find_tuner"] = sessions_find_tuner
+        replace_tuner(find_tuner)
         any_link.stop()
     weights = [parameter.detach().clone() for parameter in model.parameters()]
     return {
@@ -173,7 +175,6 @@ def tuned(file: str, steps: int, fields: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-sessions_find_tuner = vars(sessions)["find_tuner"]
 SPACE = {"tune_space": "partition_bytes=32KiB..128KiB", "tune_steps": 40}
 
 
@@ -227,7 +228,7 @@ class Failing:
 
 
 def failed(silent: bool) -> Sequence[float]:
-    vars(sessions)["find_tuner"] = lambda config: Failing(silent=silent)
+    replace_tuner(lambda config: Failing(silent=silent))
     try:
         job = Job(wrapped=True)
         model = job.ddp(nn.Linear(8, 4))
@@ -242,7 +243,7 @@ def failed(silent: bool) -> Sequence[float]:
             losses.append(loss.item())
         bytesched.unwrap(optimizer)
     finally:
-        vars(sessions)["find_tuner"] = sessions_find_tuner
+        replace_tuner(find_tuner)
     return losses
 
 

@@ -59,9 +59,9 @@ class Rank:
         observers: Sequence[Observer] = (),
     ) -> None:
         self.wire = FakeWire(ranks=ranks)
-        bucket: Any = None
-        self.chunks = [
-            Chunk(bucket, index, torch.zeros(size), None, f"p{index}")
+        self.bucket: Any = SimpleNamespace()
+        self.bucket.chunks = self.chunks = [
+            Chunk(self.bucket, index, torch.zeros(size), None, f"p{index}")
             for index, size in enumerate(sizes)
         ]
         self.planning = Planning(
@@ -96,7 +96,7 @@ class Rank:
                 if took_ms:
                     self._free_ns = max(self._free_ns, clock.now_ns) + took_ms * MS
                     self.ends.append((self._free_ns, chunk.work))
-        plan.round_ends()
+        plan.round_ends([self.bucket])
 
     def pass_to(self, clock: Clock, at_ns: int) -> None:
         """Time passes; sums end by then."""

@@ -46,7 +46,6 @@ def controller_on(
     known_step_s: float = math.nan,
     space: Space = SPACE,
     blind: bool = False,
-    plans: bool = False,
 ) -> tuple[Controller, Log]:
     log = Log()
 
@@ -57,7 +56,6 @@ def controller_on(
     controller = Controller(
         untuned,
         can_switch_off=off,
-        plans=plans,
         search=search,
         now_s=lambda: cluster.clock.now_s,
         pace=pace,
@@ -189,14 +187,18 @@ def test_what_is_adopted_is_never_worse_than_untuned_or_off(off_is_best: bool) -
     assert log.adopted[0].setting == (off if off_is_best else untuned)
 
 
-@pytest.mark.parametrize(("plans", "first"), [(True, 8), (False, 2)])
-def test_nothing_is_measured_before_an_order_is_planned(plans: bool, first: int) -> None:
+@pytest.mark.parametrize(("first_drop", "drop"), [(6, 2), (2, 1)])
+def test_steps_that_show_nothing_are_dropped(first_drop: int, drop: int) -> None:
     cluster = Cluster()
-    controller, _ = controller_on(cluster, plans=plans, blind=True)
-    assert controller.turn.dropped == first
+    pace = Pace(first_drop=first_drop, drop=drop)
+    controller, _ = controller_on(cluster, pace=pace, blind=True)
+    assert controller.turn.dropped == first_drop
+    before = controller.turn.setting
     controller.observe(cluster.run(controller.turn))
     while controller.turn.phase != "guard":
-        assert controller.turn.dropped <= 2
+        is_changed = controller.turn.setting != before
+        assert controller.turn.dropped == (drop if is_changed else pace.same_drop)
+        before = controller.turn.setting
         controller.observe(cluster.run(controller.turn))
 
 
@@ -240,13 +242,15 @@ def test_the_budget_holds(budget: int) -> None:
     assert len(adopted.steps_s) >= 3
 
 
-@pytest.mark.parametrize("plans", [False, True])
+@pytest.mark.parametrize(("first_drop", "drop"), [(2, 1), (6, 2), (6, 4)])
 @pytest.mark.parametrize("off", [False, True])
-def test_no_round_of_the_guard_goes_beyond_any_budget(off: bool, plans: bool) -> None:
+def test_no_round_of_the_guard_goes_beyond_any_budget(
+    off: bool, first_drop: int, drop: int
+) -> None:
     for budget in (40, 41, 47, 60, 97, 150, 199):
         cluster = Cluster("resnet", noise=0.05, seed=budget)
-        pace = Pace(budget=budget)
-        controller, log = controller_on(cluster, pace=pace, off=off, plans=plans, blind=True)
+        pace = Pace(budget=budget, first_drop=first_drop, drop=drop)
+        controller, log = controller_on(cluster, pace=pace, off=off, blind=True)
         cluster.drive(controller, budget + 10)
         assert log.adopted[0].steps <= budget
         others = off + any(tried.phase == "search" for tried in log.tried)

@@ -1,0 +1,164 @@
+"""The sizes of one session, changed between two of its steps as rank 0 decides."""
+
+from __future__ import annotations
+
+import hashlib
+import socket
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Final
+
+import torch
+
+from bytesched.config import Config
+from bytesched.errors import TransportError
+from bytesched.tunable import Decision, RunFacts, Setting, find_tuner
+
+from ..dependency.failures import Failures
+from ..warmup.probing import Probing
+from ..warmup.retuning import DECISION, Decisions, Retuning
+from .bundles import Slot
+from .clocks import Clock
+from .rounds import Rounds
+from .wire import Wire
+
+__all__ = ["Tuned"]
+
+_KNOBS: Final = frozenset({"partition_bytes", "credit_bytes", "policy"})
+#: rounds after the first one until a plan is in force
+_PLANNED_IN: Final = 6
+_HOST_BYTES: Final = 6
+
+
+class Tuned:
+    """Asks the tuner of rank 0 for a setting, and goes on with it on all ranks.
+
+    The first decision is made at the end of the first round, and each change in a forward pass,
+    while nothing is under way.
+
+    Args:
+        carrier: what sums, such as "gloo", as it is remembered.
+        can_stop: gradients can be the framework's for a while.
+        changed_steps: steps after a change that show nothing.
+        setting: the one in force, as without a tuner.
+        change: goes on with a setting; whether it could.
+    """
+
+    def __init__(
+        self,
+        slots: Sequence[Slot],
+        config: Config,
+        wire: Wire,
+        clock: Clock,
+        failures: Failures,
+        rounds: Rounds,
+        *,
+        carrier: str,
+        can_stop: bool,
+        changed_steps: int,
+        setting: Setting,
+        change: Callable[[Setting], bool],
+    ) -> None:
+        self._slots = [slot for slot in slots if slot.parameter.requires_grad]
+        self._config = config
+        self._wire = wire
+        self._clock = clock
+        self._failures = failures
+        self._rounds = rounds
+        self._carrier = carrier
+        self._knobs = _KNOBS | {"enabled"} if can_stop else _KNOBS
+        self._changed_steps = changed_steps
+        self._untuned = self._setting = replace(setting, enabled=True)
+        self._change = change
+        tuner = find_tuner(config) if wire.rank == 0 else None
+        self._decisions = Decisions(tuner, self._from_leader)
+        self.close = self._decisions.close
+        #: None until the first decision
+        self._retuning: Retuning | None = None
+
+    def round_ends(self) -> None:
+        """A round is over, and with the first one a decision is made; collective."""
+        if self._retuning is not None:
+            return
+        self._rounds.sending.land_all("backward")
+        self._retuning = Retuning(
+            self._decisions,
+            self._first(),
+            self,
+            self._clock,
+            land=lambda: self._rounds.land_all("forward"),
+            traffic=lambda: self._rounds.traffic,
+        )
+
+    def before_forward(self, steps: int) -> None:
+        """A forward pass begins after so many calls of ``step()``; see `Retuning`."""
+        if self._retuning is not None:
+            self._retuning.before_forward(steps)
+
+    def apply(self, setting: Setting) -> None:
+        """See `Changing`."""
+        if setting == self._setting:
+            self._rounds.planning.measure_again()
+        elif self._change(setting):
+            self._setting = setting
+
+    def is_applied(self, setting: Setting) -> bool:
+        """See `Changing`."""
+        return setting == self._setting
+
+    def credit_bytes(self, setting: Setting) -> int:
+        """That of a plan: as given, where nothing is tuned."""
+        return self._config.credit_bytes if setting == self._untuned else setting.credit_bytes
+
+    # -- the first decision ------------------------------------------------------------
+
+    def _first(self) -> Decision:
+        parameters = [slot.parameter for slot in self._slots]
+        model_bytes = sum(parameter.nbytes for parameter in parameters)
+        device = parameters[0].device
+        probing = Probing(self._wire.start, self._wait, self._from_leader, device)
+        probes = probing.probes(model_bytes)
+        hosts = self._ranks_per_host()
+        shapes = [(tuple(parameter.shape), str(parameter.dtype)) for parameter in parameters]
+        # What else decides how much is sent, and when it is needed.
+        sent = shapes, self._config.compression, self._config.cross_barrier
+        is_cuda = device.type == "cuda"
+        facts = RunFacts(
+            backend=self._carrier,
+            ranks_per_host=hosts,
+            device=torch.cuda.get_device_name(device) if is_cuda else device.type,
+            framework=f"torch {torch.__version__}",
+            model_bytes=model_bytes,
+            signature=hashlib.sha256(repr(sent).encode()).hexdigest()[:16],
+            probes=tuple(probes),
+            untuned=self._untuned,
+            knobs=self._knobs,
+            first_steps=_PLANNED_IN,
+            changed_steps=self._changed_steps,
+        )
+        return self._decisions.first(lambda: facts, self._untuned)
+
+    def _ranks_per_host(self) -> tuple[int, ...]:
+        """How many ranks each host has, the largest number first; collective."""
+        hosts = [0] * self._wire.size
+        digest = hashlib.sha256(socket.gethostname().encode()).digest()
+        hosts[self._wire.rank] = int.from_bytes(digest[:_HOST_BYTES], "little")
+        return tuple(sorted(Counter(self._largest(hosts)).values(), reverse=True))
+
+    # -- between ranks -----------------------------------------------------------------
+
+    def _from_leader(self, values: Sequence[int]) -> list[int]:
+        return self._largest(values if self._wire.rank == 0 else [0] * len(values))
+
+    def _largest(self, values: Sequence[int]) -> list[int]:
+        """The largest of all ranks, for each of ``values``, which are not negative; collective."""
+        numbers = torch.tensor(values, dtype=torch.float64, device="cpu")
+        self._wait(self._wire.start_largest(numbers), DECISION)
+        return [int(number) for number in numbers.tolist()]
+
+    def _wait(self, work: object, task: str) -> None:
+        try:
+            self._wire.wait(work, task)
+        except TransportError as error:
+            self._failures.raise_first(error)
