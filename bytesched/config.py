@@ -95,7 +95,7 @@ class Config:
     """Off: schedule inside the backward pass, update the whole model in `step()`."""
     guard: bool = True
     """Iterations take turns with plain DDP's, at growing distances, and where bytesched is not
-    faster the model is left to DDP; a plan alone (DDP). Off: it never is."""
+    faster the model is left to DDP; a plan alone (DDP), and not with `tune`. Off: it never is."""
     split: str = "auto"
     """Send each gradient in two halves, a reduce-scatter and an all-gather, so that norms of all
     gradients wait for half of the bytes: a DDP of two ranks over Gloo on CPUs. `auto`: once both

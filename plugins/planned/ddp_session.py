@@ -246,7 +246,8 @@ class DdpSession(PlannedSession):
             self._rounds.let_go_of_buckets()
             if self._bucket_bytes:
                 self._attachment.renew()
-                self.source.rounds = 1
+                # It gets the buckets that stay in front of its second round.
+                self.source.rounds = self.source.early_rounds - 1
         self._change_rounds(setting)
         return True
 

@@ -49,10 +49,12 @@ def whole_numbers(job: Job, step: int) -> Tensor:
     return job.inputs(step, 2, WIDTH).mul(8).round().mul(12)
 
 
-def changing(job: Job, steps: int, clips: bool = False) -> None:
+def changing(
+    job: Job, steps: int, clips: bool = False, buckets: dict[str, float] | None = None
+) -> None:
     """Training; what was pending, and how the ranks agreed, goes to the figures."""
     sums = Sums()
-    model = job.ddp(sums)
+    model = job.ddp(sums, **buckets or {})
     optimizer = job.wrap(sgd(model, lr=2.0**-10), model)
     held, sizes = [], []
     for step in range(steps):
@@ -79,11 +81,21 @@ def changing(job: Job, steps: int, clips: bool = False) -> None:
 
 
 def check(
-    ranks: Ranks, steps: int, *turns: tuple[Setting, int], clips: bool = False, **options: object
+    ranks: Ranks,
+    steps: int,
+    *turns: tuple[Setting, int],
+    clips: bool = False,
+    buckets: dict[str, float] | None = None,
+    **options: object,
 ) -> list[dict[str, Any]]:
     """The values are those of plain DDP, to the last bit; the figures of every rank."""
     outcomes = ranks.run(
-        compare, address_of(changing), (steps, clips), {"turns": turns, **options}, 0.0, ScriptedJob
+        compare,
+        address_of(changing),
+        (steps, clips, buckets),
+        {"turns": turns, **options},
+        0.0,
+        ScriptedJob,
     )
     for rank, (found, _) in enumerate(outcomes):
         assert not found, f"rank {rank}:\n" + "\n".join(found[:20])
@@ -114,6 +126,15 @@ def test_ranks_agree_on_the_chunks_of_the_new_cut(
     turns = [(setting(size), 3) for size in sizes]
     for figures in check(three_ranks, 12, *turns):
         assert len(set(figures["sizes"].split())) == len(sizes)
+
+
+def test_chunks_change_where_the_script_has_sized_buckets(two_ranks: Ranks) -> None:
+    """A bucket of DDP's stays, and is cut into others."""
+    buckets = {"bucket_cap_mb": 4.5 * LAYER_BYTES / (1 << 20)}
+    for sizes, chunks in (((2, 100), 2), ((100, 0.5), 14)):
+        turns = [(setting(size), 4) for size in sizes]
+        for figures in check(two_ranks, 12, *turns, buckets=buckets):
+            assert figures["chunks"] == chunks
 
 
 @pytest.mark.parametrize("pool", ["two_ranks", "three_ranks"])

@@ -59,9 +59,10 @@ class Rank:
         observers: Sequence[Observer] = (),
     ) -> None:
         self.wire = FakeWire(ranks=ranks)
-        self.bucket: Any = SimpleNamespace()
-        self.bucket.chunks = self.chunks = [
-            Chunk(self.bucket, index, torch.zeros(size), None, f"p{index}")
+        bucket: Any = SimpleNamespace()
+        self.bucket = bucket
+        bucket.chunks = self.chunks = [
+            Chunk(bucket, index, torch.zeros(size), None, f"p{index}")
             for index, size in enumerate(sizes)
         ]
         self.planning = Planning(

@@ -8,8 +8,8 @@ import pytest
 import torch
 from fake_cuda import WORK_S, fake_cuda
 
+from bytesched.plugins.planned.clocks import DeviceClock
 from bytesched.plugins.routes.carrier import Traffic
-from bytesched.plugins.routes.streams import CudaStreams, Streams
 from bytesched.plugins.warmup.retuning import Decisions, Retuning
 from bytesched.tunable import Decision, RunFacts, Setting, Steps
 
@@ -34,30 +34,27 @@ class Asked:
         pass
 
 
-def retuning(tuner: Asked, streams: Streams) -> Retuning:
-    """One that is alone in its world, after the warm-up."""
-    changing = mock.Mock(is_applied=lambda setting: True)
-    decisions = Decisions(tuner, mock.Mock(rank=0), torch.device("cpu"))
+def retuning(tuner: Asked, clock: DeviceClock) -> Retuning:
+    """One that is alone in its world, after the first round."""
+    decisions = Decisions(tuner, list)
     return Retuning(
         decisions,
         decisions.first(mock.Mock(), UNTUNED),
-        changing,
-        mock.Mock(),
-        Traffic,
-        streams=streams,
+        mock.Mock(is_applied=lambda setting: True),
+        clock,
+        land=mock.Mock(),
+        traffic=Traffic,
     )
 
 
 def test_a_step_on_a_gpu_takes_what_the_gpu_computes() -> None:
     """The host is far ahead: by its own clock, these steps would take nothing."""
     with fake_cuda() as device:
-        streams = CudaStreams(torch.device("cuda", 0), lambda error: pytest.fail(str(error)))
         tuner = Asked(3)
-        measured = retuning(tuner, streams)
+        measured = retuning(tuner, DeviceClock(torch.device("cpu")))
         for step, work in enumerate((5, 2, 40, 1)):
             measured.before_forward(step + 1)
             for _ in range(work):
                 device.current().queue()
-        streams.close()
     (steps,) = tuner.told
     assert steps.durations_s == pytest.approx([5 * WORK_S, 2 * WORK_S, 40 * WORK_S])
