@@ -15,7 +15,6 @@ import scripts_gradients as gradients
 import scripts_models as models
 import scripts_optimizers as optimizers
 import scripts_reading as reading
-import scripts_rounds as rounds
 from ranks import Ranks, address_of
 from restless import RestlessJob, replace_tuner
 from torch import nn
@@ -97,9 +96,9 @@ def test_plain_modules(two_ranks: Ranks, script: Callable[..., None]) -> None:
     check(two_ranks, script, module_alone=True)
 
 
-def test_compiled(two_ranks: Ranks) -> None:
-    """It is compiled anew where its reducer is another one."""
-    assert check(two_ranks, rounds.compiled, False, "before") >= 3
+@pytest.mark.parametrize("what", ["whole", "inner"])
+def test_compiled(two_ranks: Ranks, what: str) -> None:
+    assert check(two_ranks, models.compiled, what, "aot_eager") >= 3
 
 
 def test_compressed(two_ranks: Ranks) -> None:
