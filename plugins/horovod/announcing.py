@@ -11,8 +11,8 @@ from bytesched.config import Config
 from bytesched.errors import TransportError, in_one_line
 
 from ..warmup.agree import disagreement
+from .operations import Operations
 from .optimizer import decline
-from .wire import Wire
 
 __all__ = ["Announcement"]
 
@@ -37,24 +37,22 @@ class Announcement:
 
     def __init__(self, optimizer: Any, statements: list[str]) -> None:
         self._optimizer = optimizer
-        self._wire = Wire(
+        self._operations = Operations(
             optimizer.process_set,
-            average=False,
-            predivide=1.0,
             name=f"bytesched.announcement{next(_number)}",
             timeout_s=Config.timeout_s,
         )
-        self._works = self._wire.announce_text("intent", json.dumps(statements))
+        self._works = self._operations.announce_text("intent", json.dumps(statements))
 
     @property
     def is_first(self) -> bool:
         """Whether no lower rank has made one."""
-        return self._wire.rank == 0
+        return self._operations.rank == 0
 
     def objection(self) -> str:
         """Why the ranks do not go on together, the same on all of them; empty if they do."""
         deadline_s = time.monotonic() + _PATIENCE_S
-        while not all(map(self._wire.is_done, self._works)):
+        while not all(map(self._operations.is_done, self._works)):
             if time.monotonic() > deadline_s:
                 return (
                     "a rank takes no part: it does not run under bytesched, or is not at the same "
@@ -62,10 +60,10 @@ class Announcement:
                 )
             time.sleep(_NAP_S)
         try:
-            texts = self._wire.texts(self._works)
+            texts = self._operations.texts(self._works)
         except TransportError as error:
             return in_one_line(error)
-        return disagreement({r: json.loads(t) for r, t in enumerate(texts)}, self._wire.rank)
+        return disagreement({r: json.loads(t) for r, t in enumerate(texts)}, self._operations.rank)
 
     def withdraw(self, why: str) -> None:
         """This rank does not go on as it has announced."""

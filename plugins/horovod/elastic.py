@@ -19,7 +19,7 @@ from torch import nn
 
 from bytesched.errors import in_one_line
 
-from ..engine.session import Session
+from ..planned.hooked_session import HookedSession
 
 __all__ = ["Elastic"]
 
@@ -39,13 +39,13 @@ class Elastic:
         self,
         optimizer: torch.optim.Optimizer,
         root: nn.Module,
-        begin: Callable[[torch.optim.Optimizer, nn.Module], Session | None],
+        begin: Callable[[torch.optim.Optimizer, nn.Module], HookedSession | None],
     ) -> None:
         # It is there until its model is gone, and keeps neither.
         self._root = weakref.ref(root)
         self._optimizer = weakref.ref(optimizer)
         self._begin = begin
-        self._session: Session | None = None
+        self._session: HookedSession | None = None
         #: these ranks have begun, with a session or without
         self._begun = False
         #: states whose resets and commits we hear of; they hold models
@@ -118,7 +118,7 @@ class Elastic:
         optimizer = self._optimizer()
         self._session = None if optimizer is None else self._begin(optimizer, module)
         if self._session is not None:
-            # Its own hooks are too late for the call that is under way.
+            # Its own hook is too late for the call that is under way.
             self._session.before_forward(module, args)
 
     def _listen(self, state: Any) -> None:

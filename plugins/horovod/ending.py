@@ -15,7 +15,7 @@ from horovod.torch import mpi_ops
 from bytesched.environment import is_horovod_elastic
 from bytesched.errors import PluginError
 
-from ..engine.session import Session
+from ..planned.hooked_session import HookedSession
 
 __all__ = ["watch_endings"]
 
@@ -41,13 +41,13 @@ class _Watch:
     """Stands in front of Horovod's shutdown while a session is open, and after one has failed."""
 
     def __init__(self) -> None:
-        self._sessions: list[Session] = []
+        self._sessions: list[HookedSession] = []
         #: of these, those whose ranks agree on sizes from time to time
-        self._tuned: set[Session] = set()
+        self._tuned: set[HookedSession] = set()
         self._failed = False
         self._ending_s = _ENDING_S
 
-    def add(self, session: Session, timeout_s: float, *, tunes: bool) -> None:
+    def add(self, session: HookedSession, timeout_s: float, *, tunes: bool) -> None:
         self._sessions.append(session)
         if tunes:
             self._tuned.add(session)
@@ -56,7 +56,7 @@ class _Watch:
             ending = self._join if call == _JOIN else self._shut_down
             setattr(*call, partial(ending, original))
 
-    def remove(self, session: Session) -> None:
+    def remove(self, session: HookedSession) -> None:
         self._sessions.remove(session)
         self._tuned.discard(session)
         self._failed = self._failed or session.error is not None
@@ -77,6 +77,8 @@ class _Watch:
             # What failed, and was said to have, does not keep the others waiting for this rank.
             if session.error is None or session.unseen_error is not None:
                 session.flush()
+                # Nor does this rank count the rounds that others make meanwhile.
+                session.begin_anew()
         return original(*args)
 
     def _shut_down(self, original: Callable[[], Any]) -> Any:
@@ -113,7 +115,7 @@ def _limited(seconds: float) -> Iterator[None]:
 _watch: Final = _Watch()
 
 
-def watch_endings(session: Session, timeout_s: float, *, tunes: bool) -> Callable[[], None]:
+def watch_endings(session: HookedSession, timeout_s: float, *, tunes: bool) -> Callable[[], None]:
     """Horovod is not shut down or joined before ``session`` is flushed; returns the way back.
 
     Not joined at all if it ``tunes``. After an error of ``session`` the shutdown ends within

@@ -17,7 +17,7 @@ from bytesched.environment import is_horovod_elastic
 from bytesched.errors import MismatchError, TransportError, in_one_line
 
 from ..warmup.agree import disagreement
-from .wire import Wire
+from .operations import Operations
 
 __all__ = ["Entry"]
 
@@ -34,7 +34,7 @@ class Entry:
     def __init__(self, process_set: hvd.ProcessSet, timeout_s: float) -> None:
         self._number = next(_number)
         name = "bytesched.entry" if is_horovod_elastic() else f"bytesched.entry{self._number}"
-        self._wire = Wire(process_set, average=False, predivide=1.0, name=name, timeout_s=timeout_s)
+        self._operations = Operations(process_set, name=name, timeout_s=timeout_s)
         self._stages = 0
         #: of the session, the same on all ranks, unique in this job; after the first ``agree``
         self.name = ""
@@ -46,16 +46,18 @@ class Entry:
         """
         text = json.dumps(statements)
         digest = hashlib.sha256(text.encode()).hexdigest()
-        answers = [json.loads(answer) for answer in self._wire.texts(self._declare("", digest))]
+        answers = [
+            json.loads(answer) for answer in self._operations.texts(self._declare("", digest))
+        ]
         for rank, (_, why, _) in enumerate(answers):
             if why:
                 raise MismatchError(
-                    f"rank {rank} does not wrap: {why} (seen by rank {self._wire.rank})"
+                    f"rank {rank} does not wrap: {why} (seen by rank {self._operations.rank})"
                 )
         if len({digest for *_, digest in answers}) > 1:
-            texts = self._wire.gather_text("plan-text", text)
+            texts = self._operations.gather_text("plan-text", text)
             lists = {rank: json.loads(theirs) for rank, theirs in enumerate(texts)}
-            raise MismatchError(disagreement(lists, self._wire.rank))
+            raise MismatchError(disagreement(lists, self._operations.rank))
         number = max(number for number, *_ in answers)
         while self._number < number:
             self._number = next(_number)
@@ -67,7 +69,7 @@ class Entry:
 
     def _declare(self, why: str, digest: str) -> tuple[int, int]:
         stage, self._stages = self._stages, self._stages + 1
-        return self._wire.announce_text(str(stage), json.dumps([self._number, why, digest]))
+        return self._operations.announce_text(str(stage), json.dumps([self._number, why, digest]))
 
     def __enter__(self) -> Entry:
         return self

@@ -7,7 +7,6 @@ It stays what it is, a shell: its gradient hooks mark when a gradient is complet
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
@@ -20,20 +19,20 @@ from bytesched.environment import horovod_autotunes, is_horovod_elastic
 from bytesched.errors import BytesschedError, PluginError, in_one_line
 from bytesched.log import show
 from bytesched.trace.timeline import observers_of
+from bytesched.tunable import Setting
 
 from ..engine import beginning
 from ..engine.beginning import add_optimizer, stays_plain
-from ..engine.session import Session
-from ..layout.slots import Slot
 from ..left import name_of_horovods
-from ..proxies.compiling import has_compiled
+from ..planned.bundles import Slot
+from ..planned.hooked_session import HookedSession
 from ..registry import announce
 from ..warmup.agree import statements
 from ..wrapping import check, settings, wrap_optimizer
 from .elastic import Elastic
 from .ending import watch_endings
 from .entry import Entry
-from .hvd_backend import HorovodBackend
+from .hvd_wire import HorovodWire
 from .shell import Shell
 
 __all__ = ["ScheduledOptimizer", "attach", "begin", "decline", "why_plain", "why_whole"]
@@ -45,8 +44,11 @@ _OFF: Final = "enabled is off"
 #: what Horovod can reduce
 _DTYPES: Final = (torch.float16, torch.float32, torch.float64)
 
-#: our wire for each of Horovod's compressors
-_WIRES: Final = {hvd.Compression.none: "none", hvd.Compression.fp16: "fp16"}
+#: in what gradients travel, for each of Horovod's compressors; None: in their own type
+_TRAVEL_AS: Final = {hvd.Compression.none: None, hvd.Compression.fp16: torch.float16}
+
+#: of buckets and of chunks, where settings say nothing
+_BUCKET_BYTES: Final = 1 << 20
 
 
 def ScheduledOptimizer(
@@ -88,7 +90,7 @@ def why_plain(optimizer: torch.optim.Optimizer, model: nn.Module, config: Config
         return "there is one rank"
     if shell.op not in (hvd.Average, hvd.Sum):
         return "gradients are neither averaged nor summed"
-    if shell._compression not in _WIRES:
+    if shell._compression not in _TRAVEL_AS:
         return f"{shell._compression.__name__} may need a tensor as a whole"
     if horovod_autotunes():
         return "HOROVOD_AUTOTUNE is on, and would tune against our own sizes"
@@ -106,14 +108,16 @@ def why_whole(optimizer: torch.optim.Optimizer, model: nn.Module, config: Config
 
 def begin(
     optimizer: torch.optim.Optimizer, model: nn.Module, config: Config
-) -> Session | Elastic | None:
+) -> HookedSession | Elastic | None:
     """What stands behind the wrapped optimizer; None if it stays as it was. Collective."""
     if config.enabled and is_horovod_elastic():
         return Elastic(optimizer, model, partial(_begin, config=config))
     return _begin(optimizer, model, config)
 
 
-def _begin(optimizer: torch.optim.Optimizer, model: nn.Module, config: Config) -> Session | None:
+def _begin(
+    optimizer: torch.optim.Optimizer, model: nn.Module, config: Config
+) -> HookedSession | None:
     show(config.log_level, hvd.rank() if hvd.is_initialized() else 0)
     why = why_plain(optimizer, model, config) if config.enabled else _OFF
     if stays_plain(name_of_horovods(optimizer), why):
@@ -149,49 +153,66 @@ def updating_class(optimizer: torch.optim.Optimizer) -> type[torch.optim.Optimiz
 
 def attach(
     optimizer: torch.optim.Optimizer, model: nn.Module, config: Config, entry: Entry
-) -> Session:
+) -> HookedSession:
     """A session for ``optimizer``; collective over its process set.
 
     Args:
         entry: what the ranks go through together.
     """
     shell: Any = optimizer
-    if config.compression == "none":
-        config = replace(config, compression=_WIRES[shell._compression])
+    travel_as = torch.float16 if config.compression == "fp16" else _TRAVEL_AS[shell._compression]
     slots = _slots(optimizer, model)
     entry.agree(
         [
             *statements(slots, optimizer, config),
+            f"gradients travel as {travel_as}",
             f"op = {shell.op}",
             f"gradient_predivide_factor = {shell.gradient_predivide_factor}",
             f"backward_passes_per_step = {shell.backward_passes_per_step}",
         ]
     )
-    backend = HorovodBackend(
+    wire = HorovodWire(
         shell.process_set,
         average=shell.op == hvd.Average,
         # Horovod does not apply it to groups.
         predivide=1.0 if shell._groups is not None else shell.gradient_predivide_factor,
+        dtype=travel_as,
         name=entry.name,
         timeout_s=config.timeout_s,
-        tuned=config.tune,
+        device=slots[0].parameter.device,
     )
-    session = Session(
+    if config.tune and wire.rank == 0:
+        log.warning("tune is on, but sizes cannot change during training over Horovod")
+    partition_bytes = config.partition_bytes or _BUCKET_BYTES
+    session = HookedSession(
         model,
         slots,
         config,
-        backend=backend,
+        wire,
+        observers_of(wire, config),
+        setting=Setting(
+            partition_bytes, max(config.credit_bytes, 2 * partition_bytes), config.policy
+        ),
+        divisor=1,
         sync=None,
         find_unused=False,
-        static_graph=False,
-        observers=observers_of(backend, config),
     )
-    backend.is_inside_round = lambda: session.is_inside_round
-    carrier = Shell(shell, session, slots, backend, updating_class(optimizer))
-    can_stop = not has_compiled(model) and config.compression == _WIRES[shell._compression]
-    session.take_over(carrier.take_over, can_stop=can_stop)
+    wire.follow(session.source)
+    session.on_close(Shell(shell, session, slots, wire, updating_class(optimizer)).take_over())
     session.on_close(watch_endings(session, config.timeout_s, tunes=config.tune))
+    session.on_close(partial(_leave, session, wire))
     return session
+
+
+def _leave(session: HookedSession, wire: HorovodWire) -> None:
+    """``session`` ends: other ranks hear of it if they wait for gradients of this one."""
+    if session.is_inside_round:
+        log.warning(
+            "rank %d unwraps inside a backward pass: the others, which wait for its gradients, "
+            "fail",
+            wire.rank,
+        )
+        wire.abort()
 
 
 def _slots(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[Slot]:

@@ -15,9 +15,9 @@ import torch
 
 from bytesched.errors import PluginError
 
-from ..engine.session import Session
-from ..layout.slots import Slot
-from .hvd_backend import HorovodBackend
+from ..planned.bundles import Slot
+from ..planned.hooked_session import HookedSession
+from .hvd_wire import HorovodWire
 
 __all__ = ["Shell"]
 
@@ -31,22 +31,22 @@ class Shell:
     Args:
         optimizer: the optimizer.
         session: what reduces ``slots``. Other parameters stay with Horovod.
-        backend: what the session reduces with.
+        wire: what the session reduces with.
         kind: the class beneath Horovod's.
     """
 
     def __init__(
         self,
         optimizer: Any,
-        session: Session,
+        session: HookedSession,
         slots: Sequence[Slot],
-        backend: HorovodBackend,
+        wire: HorovodWire,
         kind: type[torch.optim.Optimizer],
     ) -> None:
         # The session, which is there until its model is gone, holds this shell.
         self._alive = weakref.ref(optimizer)
         self._session = session
-        self._backend = backend
+        self._wire = wire
         self._slots = {slot.parameter: slot for slot in slots}
         self._kind = kind
         self._rounds = 0
@@ -96,7 +96,7 @@ class Shell:
             return handle
         if parameter.grad is not None and parameter.grad.is_sparse:
             self._refuse_sparse(slot)
-        self._session.backward_gradient(slot)
+        self._session.backward_gradient(parameter)
         return self, None
 
     def _refuse_sparse(self, slot: Slot) -> None:
@@ -127,15 +127,15 @@ class Shell:
             self._session.wait_reduced()
 
     def _synchronize_others(self) -> None:
-        deadline = time.monotonic() + self._backend.timeout_s
+        deadline = time.monotonic() + self._wire.timeout_s
         for handle in self._others_under_way():
             # What Horovod's own method would spin for, without a limit.
-            while not self._backend.is_done(handle):
+            while not self._wire.operations.is_done(handle):
                 if self._session.error is not None:
                     raise self._session.error.with_traceback(None)
                 if time.monotonic() > deadline:
-                    limit = f"waited {self._backend.timeout_s:g} s for what Horovod reduces itself"
-                    error = self._backend.timeout(f"{limit}, sparse gradients for one", str)
+                    limit = f"waited {self._wire.timeout_s:g} s for what Horovod reduces itself"
+                    error = self._wire.timeout(f"{limit}, sparse gradients for one")
                     self._session.fail(error)
                     raise error
                 time.sleep(_LOOK_S)

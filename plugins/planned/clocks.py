@@ -9,11 +9,14 @@ import torch
 
 from .wire import Wire
 
-__all__ = ["Clock", "DeviceClock", "HostClock"]
+__all__ = ["PROBE", "Clock", "DeviceClock", "HostClock"]
 
+#: the key of the first sum of a probe, for which ranks wait before they make the others
+PROBE: Final = "probe"
 _S: Final = 1e9
-#: of a probe, and how many follow one another
+#: of a probe on a device and on a host, and how many follow one another
 _PROBE_BYTES: Final = 8 << 20
+_HOST_PROBE_BYTES: Final = 1 << 20
 _PROBES: Final = 4
 #: how much longer a chunk takes beside kernels than alone: 8 MiB took 2.9 ms alone and 3.5 to 4.2
 #: beside those of a transformer, two ranks on an H200
@@ -30,9 +33,10 @@ class Clock(Protocol):
         """From one moment to another; returns when both have come."""
 
     def probe(self, wire: Wire) -> Any:
-        """Queues sums that show how long a byte takes; None: known from ends of chunks.
+        """Sums that show how long a byte takes; None: known from ends of chunks.
 
-        Collective; nobody waits for it.
+        Collective. On a device they are queued, and nobody waits for them; on a host the caller
+        does. Raises `TransportError`.
         """
 
     def seconds_per_byte(self, probe: Any) -> float:
@@ -49,10 +53,13 @@ class HostClock:
         return float(ended - began) / _S
 
     def probe(self, wire: Wire) -> Any:
-        return None
+        if wire.sees_ends:
+            return None
+        scratch = torch.zeros(_HOST_PROBE_BYTES, dtype=torch.uint8, device="cpu")
+        return _probed(self, wire, scratch)
 
     def seconds_per_byte(self, probe: Any) -> float:
-        raise AssertionError("a host sees ends")
+        return self.seconds(*probe) / (_PROBES * _HOST_PROBE_BYTES)
 
 
 class DeviceClock:
@@ -74,13 +81,18 @@ class DeviceClock:
 
     def probe(self, wire: Wire) -> Any:
         scratch = torch.zeros(_PROBE_BYTES, dtype=torch.uint8, device=self._device)
-        sent = scratch.view(torch.float32)
-        wire.wait(wire.start(sent), "a probe")
-        began = self.moment()
-        works = [wire.start(sent) for _ in range(_PROBES)]
-        for work in works:
-            wire.wait(work, "a probe")
-        return began, self.moment()
+        return _probed(self, wire, scratch)
 
     def seconds_per_byte(self, probe: Any) -> float:
         return _BESIDE * self.seconds(*probe) / (_PROBES * _PROBE_BYTES)
+
+
+def _probed(clock: Clock, wire: Wire, scratch: torch.Tensor) -> tuple[Any, Any]:
+    """The moments between which so many sums of ``scratch`` were made, after one more."""
+    sent = scratch.view(torch.float32)
+    wire.wait(wire.start(sent, PROBE), "a probe")
+    began = clock.moment()
+    works = [wire.start(sent, f"{PROBE} {number}") for number in range(_PROBES)]
+    for work in works:
+        wire.wait(work, "a probe")
+    return began, clock.moment()

@@ -54,7 +54,7 @@ class Gates:
         self._observers = observers
         #: until it has learned
         self._first_use: FirstUse | None = None
-        before = StayingHook(self._begin, self._inside_compiled)
+        before = StayingHook(self.begin, self._inside_compiled)
         #: what takes off the hook of the root in front of its forward pass, that behind it, and
         #: those of gates
         self._unhook_begin = root.register_forward_pre_hook(before, prepend=True).remove
@@ -68,7 +68,8 @@ class Gates:
         self._unhook_end = root.register_forward_hook(after, always_call=True).remove
         self._first_use = FirstUse(root, [slot.parameter for slot in self._slots])
 
-    def _begin(self, module: nn.Module, args: Any) -> None:
+    def begin(self, module: nn.Module, args: Any) -> None:
+        """``module``, the root, is about to be called."""
         if torch.is_grad_enabled():
             self._forward.forward_begins(module)
             if self._first_use is not None:

@@ -169,6 +169,8 @@ class HookSource(Source):
         self._is_callback_queued = False
         #: parameters without a gradient in this round
         self._missing = 0
+        #: an exception has ended a backward pass before anything of it was handed out
+        self.is_cut_short = False
         #: those that got one, in that order, and how many of them before this backward pass
         self._arrived: list[Entry] = []
         self._arrived_before = 0
@@ -177,8 +179,7 @@ class HookSource(Source):
         self._fillings: list[_Filling] = []
         #: the first one that was not handed out
         self._next = 0
-        # What is registered last is used last, and gets its gradient first.
-        self._lay_out(range(len(slots) - 1, -1, -1))
+        self._lay_out(self._registered_last_first())
 
     def hook(self) -> Callable[[], None]:
         """Takes part in every gradient; returns what ends that."""
@@ -202,6 +203,16 @@ class HookSource(Source):
         self.cut = cut
         self._bucket_bytes = bucket_bytes
         self._lay_out(self._order)
+
+    def begin_anew(self) -> None:
+        """The next round is the first one again; none is open."""
+        self.rounds = 0
+        self._lay_out(self._registered_last_first())
+        self._listener.layout_changes()
+
+    def _registered_last_first(self) -> Sequence[int]:
+        """What is registered last is used last, and gets its gradient first."""
+        return range(len(self.entries) - 1, -1, -1)
 
     def _lay_out(self, order: Sequence[int]) -> None:
         """Buckets of parameters that are neighbours in ``order``, in the order of their last."""
@@ -365,6 +376,7 @@ class HookSource(Source):
     def pass_failed(self) -> None:
         """An exception has ended it, and nothing of it was handed out: as if it had not been."""
         self._is_callback_queued = False
+        self.is_cut_short = True
         for entry in self._arrived[self._arrived_before :]:
             entry.fired -= 1
             entry.bucket.missing += 1
@@ -422,6 +434,7 @@ class HookSource(Source):
         self._hand_over()
         telling = self._tell(absent) if is_early or self._find_unused else None
         self.phase = Phase.COMPLETE
+        self.is_cut_short = False
         self.rounds += 1
         self.finished += 1
         opened, self._opened = self._opened, []

@@ -194,8 +194,8 @@ class HookedSession(PlannedSession):
     @property
     def is_inside_round(self) -> bool:
         """Whether other ranks may wait for gradients of this one, and know of no error of it."""
-        is_unfinished = self.source.phase is Phase.OPEN or bool(self._rounds.sending.buckets)
-        return is_unfinished and self.error is None
+        is_unfinished = self.source.phase is Phase.OPEN or self.source.is_cut_short
+        return self.error is None and (is_unfinished or bool(self._rounds.sending.buckets))
 
     def wait_reduced(self) -> None:
         """Returns when nothing is on the wire."""
@@ -210,6 +210,11 @@ class HookedSession(PlannedSession):
             self.source.resize(partial(cut_whole, chunk_bytes=partition_bytes), partition_bytes)
         self._change_rounds(setting)
         return True
+    def begin_anew(self) -> None:
+        """Ranks may have made different rounds, and do not from here on. Idempotent."""
+        if self.source.phase is Phase.IDLE:
+            self._rounds.land_all("flush")
+            self.source.begin_anew()
 
     # -- life --------------------------------------------------------------------------
 

@@ -34,7 +34,7 @@ __all__ = ["Planning", "Stage", "first_gates"]
 _MEASURED: Final = (1, 5, 13, 29, 61, 125, 253, 509)
 #: measured iterations of a plan that have to be slower than without it
 _PATIENCE: Final = 2
-#: Gloo starts operations in order, so many at a time
+#: where ends are seen, which is Gloo: it starts operations in order, so many at a time
 _CONCURRENT: Final = 2
 _S: Final = 1e9
 
@@ -184,7 +184,7 @@ class Planning:
         is_common = is_last and self.stage is not Stage.MEASURING
         if is_common:
             self._common, self._last = [], chunk
-        if self._wire.has_streams or not (measured or is_common or self._observers.are_any):
+        if not self._wire.sees_ends or not (measured or is_common or self._observers.are_any):
             return
         now_ns = perf_counter_ns()
         if measured is not None:
@@ -195,8 +195,8 @@ class Planning:
         )
 
     def waited(self, chunk: Chunk) -> None:
-        """What the current stream queues from now on comes after the sum of ``chunk``."""
-        if chunk is self._last and not self._common:
+        """What this thread does, or its stream queues, from now on comes after ``chunk``'s sum."""
+        if chunk is self._last and not self._common and not self._wire.sees_ends:
             self._common.append(self._clock.moment())
 
     def _ended(
@@ -313,7 +313,7 @@ class Planning:
             ChunkTimes(self._chunks[index].sent.nbytes, ready, -int(gate))
             for index, ready, gate in zip(indices, ready_s, gates, strict=True)
         ]
-        self._link = Link(seconds_per_byte, 0.0, 1 if self._wire.has_streams else _CONCURRENT)
+        self._link = Link(seconds_per_byte, 0.0, _CONCURRENT if self._wire.sees_ends else 1)
         if len(self._as_planned_s) == _PATIENCE and min(self._as_planned_s) > self._as_ready_s:
             # Chunks come later than the plan has them: it keeps others waiting for nothing.
             self.order = None

@@ -218,7 +218,10 @@ class Rounds:
             self.owners.round_begins()
         if not self.source.is_early:
             if self.owners is None and self.sending.halves is None:
-                self.planning.round_begins()
+                try:
+                    self.planning.round_begins()
+                except TransportError as error:
+                    self._failures.raise_first(error)
             self.meter.round_begins()
 
     def _listen(self) -> None:
@@ -290,6 +293,8 @@ class Rounds:
             if is_last and not self.source.is_early and self.sending.halves is None:
                 self.planning.round_ends(self.source.buckets)
                 self._splitting.round_ends()
+        except TransportError as error:
+            self._failures.raise_first(error)
         except RuntimeError as error:
             self._failures.check()
             name = chunks[0].name

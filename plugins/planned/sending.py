@@ -148,7 +148,7 @@ class Sending:
                 chunk.landed_on = stream
                 if stream == HOST:
                     chunk.work = None
-                elif isinstance(chunk, Chunk):
+                if isinstance(chunk, Chunk):
                     self._planning.waited(chunk)
         self._meter.waited(by, began, (chunk.index for chunk in outstanding), is_exposed=True)
 

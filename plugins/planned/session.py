@@ -185,6 +185,10 @@ class PlannedSession(ABC):
 
     # -- forward -----------------------------------------------------------------------
 
+    def before_forward(self, module: nn.Module, args: Any) -> None:
+        """The root is being called, and was so before the session had a hook."""
+        self._gates.begin(module, args)
+
     @abstractmethod
     def forward_begins(self, module: nn.Module) -> None:
         """See `Forward`."""

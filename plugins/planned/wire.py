@@ -45,6 +45,8 @@ class Wire(Summing, Protocol):
     levels: int
     #: a wait is only queued, on a stream of a device
     has_streams: bool
+    #: the host is called at the end of a sum, by ``work.get_future()``
+    sees_ends: bool
 
     def exchange(self, into: torch.Tensor, sent: torch.Tensor) -> Any:
         """Begins to send ``sent`` to the other of two ranks, and to take its; returns the work.
@@ -103,6 +105,7 @@ class GroupWire:
         self.size = data.size
         self.timeout_s = data.timeout_s
         self.has_streams = device.type == "cuda"
+        self.sees_ends = not self.has_streams
         self._data = data
         self._control = control
         self.levels = 1 if sums is None else 2

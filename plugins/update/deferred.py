@@ -14,7 +14,7 @@ import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
 from types import MethodType
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import torch
 from torch import nn
@@ -30,6 +30,10 @@ from .surroundings import Surroundings
 __all__ = ["Aliased", "Deferred", "Later"]
 
 log = logging.getLogger("bytesched")
+
+#: attributes through which an optimizer refers to itself: hooks, and Horovod's nodes of autograd,
+#: which have hooks
+_HOOKED: Final = frozenset({*HOOKS, "_grad_accs"})
 
 
 class Aliased(Protocol):
@@ -222,7 +226,7 @@ class Deferred:
             name: value
             for name, value in optimizer.__dict__.items()
             # An update that is owed keeps neither the optimizer alive nor what its hooks refer to.
-            if name not in HOOKS
+            if name not in _HOOKED
             and not (isinstance(value, MethodType) and value.__self__ is optimizer)
         }
         return Later(self, Surroundings.here(), attributes)

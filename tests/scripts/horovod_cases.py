@@ -14,6 +14,7 @@ from typing import Any
 
 import horovod.torch as hvd
 import torch
+from horovod_order_cases import planning_of
 from horovod_training import HorovodJob
 from looks import weight
 from peer_scripts import as_lists, footprint
@@ -23,24 +24,14 @@ from torch import Tensor, nn
 from training import adamw, frozen, mlp, sgd, train
 
 import bytesched
-from bytesched.plugins.engine.session import Session
 from bytesched.plugins.horovod import ScheduledOptimizer
-from bytesched.plugins.horovod.hvd_transport import HorovodTransport
-from bytesched.plugins.horovod.wire import Wire
-from bytesched.plugins.layout.packing import Packer
-from bytesched.plugins.layout.plan import Plan
-from bytesched.plugins.layout.slots import Slot
+from bytesched.plugins.planned.hooked_session import HookedSession
 from bytesched.plugins.registry import session_of
-from bytesched.plugins.routes.streams import Streams
-from bytesched.task import CommTask, TaskState
-from bytesched.testing import PluginContract, TrainingRun, TransportContract
-from bytesched.transport import Transport
+from bytesched.testing import PluginContract, TrainingRun
 from bytesched.tunable import Setting
 
 #: of waits that something else has to end: beyond the limit of a case
 NO_TIMEOUT_S = 300.0
-#: transports made so far; the same on all ranks
-_made = itertools.count()
 
 
 class HorovodContract(PluginContract):
@@ -79,37 +70,8 @@ class HorovodContract(PluginContract):
         )
 
 
-class HorovodTransportContract(TransportContract):
-    """The suite that every transport passes; all ranks run it together."""
-
-    def __init__(self) -> None:
-        slots = [Slot(name, p) for name, p in mlp().named_parameters()]
-        self._plan = Plan(slots, partition_bytes=256)
-
-    def transport(self) -> Transport:
-        for slot in self._plan.slots:
-            slot.give(torch.ones_like(slot.parameter))
-        wire = Wire(
-            hvd.global_process_set,
-            average=True,
-            predivide=1.0,
-            name=f"contract.{next(_made)}",
-            timeout_s=self.timeout_s,
-        )
-        return HorovodTransport(wire, Packer(self._plan, 1, "none"), Streams())
-
-    def tasks(self) -> list[CommTask]:
-        return list(self._plan.chunks)
-
-
 def plugin_contract(name: str) -> None:
     getattr(HorovodContract(), name)()
-
-
-def transport_contract(name: str) -> None:
-    getattr(HorovodTransportContract(), name)()
-    # What a closed transport left under way ends before the next test begins.
-    hvd.barrier()
 
 
 class Words(nn.Module):
@@ -270,12 +232,11 @@ def job_to_fail(*, tuned: bool) -> HorovodJob:
 
 
 def wait_until_nothing_is_sent(model: nn.Module) -> None:
-    """Returns when all chunks that have their gradients are reduced."""
+    """Returns when all chunks that have been announced are reduced."""
     session = session_of(model)
-    assert isinstance(session, Session)
-    while session.plan is not None and any(
-        chunk.state in (TaskState.READY, TaskState.SENDING) for chunk in session.plan.chunks
-    ):
+    assert isinstance(session, HookedSession)
+    chunks = [chunk for bucket in session.source.buckets for chunk in bucket.chunks]
+    while not all(chunk.work is None or chunk.work.is_completed() for chunk in chunks):
         time.sleep(1e-3)
 
 
@@ -341,33 +302,6 @@ def gave_up_waiting(who: int, after_steps: int) -> dict[str, Any]:
     return told
 
 
-class Shift(nn.Module):
-    """Its gradient does not depend on its weight, so autograd does not miss an older value."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(x + self.weight)
-
-
-def backward_of_an_older_forward() -> dict[str, Any]:
-    """Two forward passes, a step, and only then the second one's backward."""
-    job = HorovodJob(wrapped=True)
-    model = nn.Sequential(*(Shift() for _ in range(40)))
-    optimizer = job.wrap(sgd(model), model)
-    train(job, model, optimizer, steps=3)
-    optimizer.zero_grad()
-    now, later = (model(job.inputs(step)).square().mean() for step in (3, 4))
-    now.backward()
-    optimizer.step()
-    told = refusal(later.backward)
-    refusal(job.close)
-    hvd.barrier()
-    return told
-
-
 class Rounded(hvd.Compression.fp16):  # type: ignore[misc]
     """A compressor that nobody has heard of."""
 
@@ -418,19 +352,6 @@ def left_as_it_was(kind: str) -> dict[str, Any]:
         os.environ.pop("HOROVOD_AUTOTUNE", None)
 
 
-def joined_in_the_first_step(early: int) -> dict[str, Any]:
-    """Rank `early` has no batch at all."""
-    job = HorovodJob(wrapped=True, timeout_s=NO_TIMEOUT_S)
-    model = mlp()
-    optimizer = job.wrap(sgd(model), model)
-    told: dict[str, Any] = {}
-    if job.rank != early:
-        told = refusal(lambda: train(job, model, optimizer, steps=1))
-    hvd.join()
-    refusal(job.close)
-    return told
-
-
 def joined_while_tuned() -> dict[str, Any]:
     """Rank 0 has fewer batches, and sizes change all the time."""
     job = job_to_fail(tuned=True)
@@ -447,6 +368,16 @@ def joined_while_tuned() -> dict[str, Any]:
     told = refusal(run)
     refusal(job.close)
     return told
+
+
+def planned_order(steps: int) -> list[int] | None:
+    """The order in which chunks of a small model are sent after so many steps."""
+    job = HorovodJob(wrapped=True, partition_bytes=256)
+    model = mlp()
+    train(job, model, job.wrap(sgd(model), model), steps=steps)
+    order: list[int] | None = planning_of(model).order
+    job.close()
+    return order
 
 
 def wrapped_by_class_name() -> tuple[bool, str]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from training import adamw
 
 import bytesched
-from bytesched.plugins.horovod.hvd_backend import HorovodBackend
+from bytesched.plugins.horovod.operations import Operations
 
 STEPS = 6
 FAULT_STEP = 3
@@ -90,10 +90,8 @@ def train_until_fault(victim: int, moment: str, fault: str, timeout_s: float) ->
 
 def announce_until_shut_down() -> None:
     """Rank 1 shuts Horovod down while rank 0 announces one tensor after another."""
-    peers = HorovodBackend(
-        hvd.global_process_set, average=False, predivide=1.0, name="many", timeout_s=100.0
-    )
-    peers.wait(peers.sum(torch.zeros(1), "go"))
+    peers = Operations(hvd.global_process_set, name="many", timeout_s=100.0)
+    peers.wait(peers.allreduce(torch.zeros(1), "go", hvd.Sum))
     if hvd.rank() == 1:
         hvd.shutdown()
         return
@@ -101,7 +99,7 @@ def announce_until_shut_down() -> None:
     try:
         while True:
             announced.append(torch.zeros(4))
-            peers.sum(announced[-1], f"{len(announced)}")
+            peers.allreduce(announced[-1], f"{len(announced)}", hvd.Sum)
     except hvd.mpi_ops.HorovodInternalError as error:
         tell(message=str(error))
 

@@ -5,41 +5,53 @@ from __future__ import annotations
 import itertools
 import json
 import operator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import horovod.torch as hvd
 from horovod_training import HorovodJob
-from restless_horovod import ScriptedHorovodJob
+from torch import nn
 from training import mlp, sgd
 
-from bytesched.tunable import Setting
+from bytesched.plugins.planned.hooked_session import HookedSession
+from bytesched.plugins.registry import session_of
 
-STEPS = 6
-#: Horovod's own choice among all chunks, of one cut and then, in the last step alone, of another
-_CUT_AGAIN = ((Setting(1024, 1 << 30), STEPS - 2), (Setting(256, 1 << 30), 1))
-#: what a phase trains with; the first without bytesched
-PHASES: tuple[dict[str, Any] | None, ...] = (
-    None,
-    # few chunks at a time: their order is that in which rank 0 announces
-    {"partition_bytes": 256, "credit_bytes": 256},
-    # all at a time: their order is Horovod's own choice among what is announced
-    {"partition_bytes": 256, "credit_bytes": 1 << 30},
-    {"turns": _CUT_AGAIN},
-)
+STEPS = 8
+
+
+def evens_first(count: int) -> list[int]:
+    return [*range(0, count, 2), *range(1, count, 2)]
+
+
+def last_first(count: int) -> list[int]:
+    return list(range(count))[::-1]
+
+
+#: of chunks, from these steps on: Horovod remembers the one, and is to keep to the other
+ORDERS: dict[int, Callable[[int], list[int]]] = {4: evens_first, STEPS - 2: last_first}
+
+
+def planning_of(model: nn.Module) -> Any:
+    """The plan of the session of ``model``."""
+    session = session_of(model)
+    assert isinstance(session, HookedSession)
+    return session._rounds.planning
 
 
 def train_in_phases() -> None:
     """In the last step of each phase rank 1 begins backward when rank 0 is through with it."""
-    for fields in PHASES:
-        kind = ScriptedHorovodJob if fields and "turns" in fields else HorovodJob
-        job = kind(wrapped=fields is not None, **fields or {})
+    for is_wrapped in (False, True):
+        job = HorovodJob(wrapped=is_wrapped, partition_bytes=256)
         model = mlp()
         names = [(f"plain.{name}", p) for name, p in model.named_parameters()]
         optimizer = job.wrap(sgd(model), model, names=names)
         for step in range(STEPS):
             optimizer.zero_grad()
             loss = model(job.inputs(step)).square().mean()
+            if is_wrapped and step in ORDERS:
+                planning = planning_of(model)
+                planning.order = ORDERS[step](len(planning._chunks))
             if step == STEPS - 1 and job.rank == 1:
                 hvd.barrier()
             loss.backward()

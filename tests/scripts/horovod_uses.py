@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from scripts_optimizers import SCHEDULES
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from training import STEPS, adamw, mlp, sgd, train
 
@@ -246,15 +246,44 @@ def closure_that_only_looks(job: HorovodJob) -> None:
     job.record_state(model, optimizer)
 
 
-def joined_early(job: HorovodJob, early: int) -> None:
-    """One rank has fewer batches; it joins, and the other trains on with zeros from it."""
-    model = job.ddp(mlp())
+class Shift(nn.Module):
+    """Its gradient does not depend on its weight, so autograd does not miss an older value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x + self.weight)
+
+
+def backward_of_an_older_forward(job: HorovodJob) -> None:
+    """Two forward passes, a step, and only then the second one's backward."""
+    model = job.ddp(nn.Sequential(*(Shift() for _ in range(40))))
     optimizer = job.wrap(sgd(model), model)
     train(job, model, optimizer, steps=3)
+    for step in range(3, 9, 2):
+        optimizer.zero_grad()
+        now, later = (model(job.inputs(number)).square().mean() for number in (step, step + 1))
+        now.backward()
+        optimizer.step()
+        later.backward()
+        optimizer.step()
+    job.record_state(model, optimizer)
+
+
+def joined_early(job: HorovodJob, early: int, together: int, alone: int) -> None:
+    """One rank has fewer batches; it joins, and the other trains on with zeros from it.
+
+    After so many steps `together` the other one makes so many `alone`.
+    """
+    model = job.ddp(mlp())
+    optimizer = job.wrap(sgd(model), model)
+    train(job, model, optimizer, steps=together)
     if job.rank != early:
-        train(job, model, optimizer, first_step=3, steps=4)
+        train(job, model, optimizer, first_step=together, steps=alone)
     last = job.hvd.join()
     job.record("last to join", last)
     job.hvd.broadcast_parameters(model.state_dict(), root_rank=last)
-    train(job, model, optimizer, first_step=7, steps=3)
+    train(job, model, optimizer, first_step=together + alone, steps=9)
     job.record_state(model, optimizer)

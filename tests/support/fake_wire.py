@@ -85,6 +85,7 @@ class FakeWire:
         size: int = 2,
     ) -> None:
         self.has_streams = has_streams
+        self.sees_ends = not has_streams
         self.size = size
         self.timeout_s = 100.0
         self.levels = 1

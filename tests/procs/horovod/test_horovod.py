@@ -87,6 +87,7 @@ def test_optimizer_that_cannot_be_split(hvd_gloo: Pools, case: tuple[Any, ...]) 
     scripts.steps_in_a_row,
     scripts.step_without_backward,
     uses.closure_that_only_looks,
+    uses.backward_of_an_older_forward,
 )
 def test_stepping(hvd_gloo: Pools, case: tuple[Any, ...]) -> None:
     check(hvd_gloo(2), *case)
@@ -188,12 +189,15 @@ def test_several_optimizers(hvd_gloo: Pools, case: tuple[Any, ...]) -> None:
     check(hvd_gloo(2), *case)
 
 
+JOINED = ((0, 1), (0, 7), (3, 4), (4, 9), (12, 6))
+
+
 @each(
     uses.broadcast,
     uses.collectives_of_the_user,
     uses.collectives_without_synchronize,
-    (uses.joined_early, 0),
-    (uses.joined_early, 1),
+    # In the first step, before there is a plan, and when there is one and ranks measure again.
+    *((uses.joined_early, early, *steps) for steps in JOINED for early in (0, 1)),
 )
 def test_horovod_beside_training(hvd_gloo: Pools, case: tuple[Any, ...]) -> None:
     check(hvd_gloo(2), *case)
@@ -252,7 +256,7 @@ def test_more_ranks(hvd_gloo: Pools, world_size: int) -> None:
 @each(
     (scripts_optimizers.one_optimizer, "sgd_momentum"),
     (models.sparse, False, "Average"),
-    (uses.joined_early, 0),
+    (uses.joined_early, 0, 3, 4),
 )
 def test_mpi(hvd_mpi: Pools, case: tuple[Any, ...]) -> None:
     check(hvd_mpi(2), *case)
@@ -277,7 +281,7 @@ def test_mpi(hvd_mpi: Pools, case: tuple[Any, ...]) -> None:
     models.two_optimizers,
     uses.broadcast,
     uses.collectives_without_synchronize,
-    (uses.joined_early, 1),
+    (uses.joined_early, 1, 0, 2),
     uses.resumed,
     uses.unwrapped_in_the_middle,
     (uses.scaled, True),

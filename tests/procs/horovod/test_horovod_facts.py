@@ -12,7 +12,7 @@ import pytest
 from ranks import address_of
 from training import differences
 
-from bytesched.testing import PluginContract, TransportContract
+from bytesched.testing import PluginContract
 
 if TYPE_CHECKING:
     from ranks import Ranks
@@ -47,11 +47,6 @@ def named_in(contract: type) -> list[str]:
 @pytest.mark.parametrize("name", named_in(PluginContract))
 def test_plugin_contract(hvd_gloo: Pools, cases: ModuleType, name: str) -> None:
     hvd_gloo(2).run(cases.plugin_contract, name)
-
-
-@pytest.mark.parametrize("name", named_in(TransportContract))
-def test_transport_contract(hvd_gloo: Pools, cases: ModuleType, name: str) -> None:
-    hvd_gloo(2).run(cases.transport_contract, name)
 
 
 @pytest.mark.parametrize("how", ["synchronize", "read", "sparse"])
@@ -118,8 +113,6 @@ def test_the_others_hear_of_a_caught_error(
 ) -> None:
     told = own_pool.run(cases.caught, moment, who, in_step, tuned)
     assert told[who]["kinds"][0] == "ArithmeticError"
-    if moment == "in the next forward pass":
-        assert told[who]["again"]["kinds"][0] == "PluginError"
     check_gave_up(told[1 - who], who)
 
 
@@ -151,14 +144,6 @@ def test_waiting_for_sparse_gradients_ends(own_pool: Ranks, cases: ModuleType, w
     assert "waited 4 s for what Horovod reduces itself" in told["message"]
 
 
-@pytest.mark.parametrize("early", [0, 1])
-def test_joined_in_the_first_step(hvd_gloo: Pools, cases: ModuleType, early: int) -> None:
-    told = hvd_gloo(2).run(cases.joined_in_the_first_step, early)
-    assert told[early] == {}
-    assert told[1 - early]["kinds"][0] == "PluginError"
-    assert "1 of 2 ranks have joined" in told[1 - early]["message"]
-
-
 def test_joined_while_tuned(own_pool: Ranks, cases: ModuleType) -> None:
     """Otherwise, rank 0's word would be a sum of zeros."""
     early, other = own_pool.run(cases.joined_while_tuned)
@@ -188,10 +173,11 @@ def test_left_as_it_was(hvd_gloo: Pools, cases: ModuleType, kind: str) -> None:
     check_left(hvd_gloo(2).run(cases.left_as_it_was, kind), LEFT[kind])
 
 
-def test_backward_of_a_forward_before_the_step(own_pool: Ranks, cases: ModuleType) -> None:
-    for told in own_pool.run(cases.backward_of_an_older_forward):
-        assert told["kinds"][0] == "PluginError"
-        assert "the forward pass ran before step()" in told["message"]
+def test_chunks_are_planned(hvd_gloo: Pools, cases: ModuleType) -> None:
+    assert hvd_gloo(2).run(cases.planned_order, 3) == [None, None]
+    one, other = hvd_gloo(2).run(cases.planned_order, 7)
+    assert one == other
+    assert len(one) > 6
 
 
 def test_wrapped_by_class_name(hvd_gloo: Pools, cases: ModuleType) -> None:

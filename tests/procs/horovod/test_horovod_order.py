@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 Pools = Callable[[int], "Ranks"]
 pytestmark = pytest.mark.procs
 
-#: names of the operations of each phase: plain, few chunks at a time, all at a time, cut again
-PHASES = ("plain.", "bytesched.0.0", "bytesched.1.0", "bytesched.2.0")
+#: names of the operations of each phase
+PLAIN, OURS = "plain.", "bytesched.0."
 
 
 @pytest.fixture(params=["gloo", pytest.param("mpi", marks=pytest.mark.slow)])
@@ -44,30 +44,23 @@ def timeline(kind: Kind, path: Path, **env: str) -> tuple[HorovodTimeline, str]:
     return HorovodTimeline(path), ranks[0].stderr
 
 
-def test_chunks_are_reduced_in_order_of_priority(kind: Kind, tmp_path: Path) -> None:
+def indices(cycles: list[list[str]]) -> list[int]:
+    """Of the chunks, as they were reduced."""
+    names = [name.removeprefix(OURS) for name in itertools.chain(*cycles)]
+    return [int(name.partition(" of ")[0]) for name in names if " of " in name]
+
+
+def test_chunks_are_reduced_in_the_order_of_their_plan(kind: Kind, tmp_path: Path) -> None:
     # In a long cycle Horovod finds many chunks, and has a choice.
     found, said = timeline(kind, tmp_path / "timeline", HOROVOD_CYCLE_TIME="10")
-    plain, few_at_a_time, *all_at_once = (found.last_step(phase) for phase in PHASES)
-    check_few_at_a_time(few_at_a_time)
-    for cycles in all_at_once:
-        # The names begin with the chunks' numbers, which are their priorities.
-        assert all(names == sorted(names) for names in cycles)
-        assert max(map(len, cycles)) >= 3
-    # Of the same chunks, each once, although the second of these began with fewer.
-    sent = [sorted(name[len("bytesched.n") :] for name in itertools.chain(*c)) for c in all_at_once]
-    assert sent[0] == sent[1]
-    assert [found.copies(phase) for phase in PHASES[1:]] == [0, 0, 0]
+    cycles = found.last_step(OURS)
+    assert max(map(len, cycles)) >= 3
+    assert len(indices(cycles)) > 6
+    assert indices(cycles) == sorted(indices(cycles), reverse=True)
+    assert found.copies(OURS) == 0
     assert "CACHE_CAPACITY" not in said
     # Or this test could not fail.
-    assert any(names != sorted(names) for names in plain)
-    assert found.copies("plain.") > 0
-
-
-def check_few_at_a_time(cycles: list[list[str]]) -> None:
-    first, *others = itertools.chain.from_iterable(cycles)
-    assert len(others) > 6
-    # It was on its way before any other was ready, which is why it is not the last.
-    assert [*others, first] == sorted([*others, first])
+    assert found.copies(PLAIN) > 0
 
 
 @pytest.mark.parametrize(
@@ -76,10 +69,12 @@ def check_few_at_a_time(cycles: list[list[str]]) -> None:
     indirect=["kind"],
 )
 def test_order_without_horovods_cache(kind: Kind, capacity: int, tmp_path: Path) -> None:
-    """Rank 0's credit keeps the order where Horovod remembers too little to do so."""
+    """What is in a cache that is too small comes first."""
     found, said = timeline(kind, tmp_path / "timeline", HOROVOD_CACHE_CAPACITY=str(capacity))
-    check_few_at_a_time(found.last_step(PHASES[1]))
-    assert found.copies(PHASES[1]) == 0
+    reduced = indices(found.last_step(OURS))
+    assert len(reduced) > 6
+    assert capacity or reduced == sorted(reduced, reverse=True)
+    assert found.copies(OURS) == 0
     assert f"HOROVOD_CACHE_CAPACITY = {capacity} is less than " in said
 
 
@@ -87,7 +82,7 @@ def test_no_two_chunks_have_the_same_factors() -> None:
     """Horovod fuses what has; the numbers stay those of the factor that was asked for."""
     import torch
 
-    from bytesched.plugins.horovod.wire import _unfused
+    from bytesched.plugins.horovod.hvd_wire import _unfused
 
     def in_the_end(index: int, factor: float, size: int) -> float:
         before, after = _unfused(index, torch.float32, (1 / factor, factor), size)

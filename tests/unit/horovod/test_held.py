@@ -14,7 +14,7 @@ def owners(tensor: Any) -> int:
 
 
 def test_letting_go_of_what_is_held_is_no_affair_of_python() -> None:
-    from bytesched.plugins.horovod.wire import Held
+    from bytesched.plugins.horovod.held import Held
 
     held = Held()
     arena = torch.zeros(8)
@@ -27,7 +27,7 @@ def test_letting_go_of_what_is_held_is_no_affair_of_python() -> None:
 
 
 def test_the_latest_under_a_key_is_held() -> None:
-    from bytesched.plugins.horovod.wire import Held
+    from bytesched.plugins.horovod.held import Held
 
     held = Held()
     first, second = torch.zeros(2), torch.zeros(2)

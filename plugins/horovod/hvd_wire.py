@@ -1,0 +1,261 @@
+"""Horovod as the wire of a session: its all-reduce, its controller, its errors."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Iterable, Sequence
+from ctypes import c_float
+from typing import Any, Final
+from zlib import crc32
+
+import horovod.torch as hvd
+import torch
+
+from bytesched.environment import horovod_cache_capacity
+from bytesched.errors import TransportError
+
+from ..planned.clocks import PROBE
+from ..planned.source import Source
+from ..planned.wire import HOST
+from ..update.surroundings import unseen
+from .operations import HorovodTimeout, Operations
+from .retrying import retry_in_background
+
+__all__ = ["HorovodWire"]
+
+log = logging.getLogger("bytesched")
+
+#: the key of what ranks tell each other; nothing else of it is told meanwhile
+_NUMBERS: Final = "numbers"
+
+#: Scale factors that chunks differ by: single precision does not see so many steps of double.
+_FACTORS: Final = 1 << 22
+#: Powers of two that double precision is scaled by.
+_POWERS: Final = 512
+
+#: between two tries to give up what is under way
+_END_NAP_S: Final = 0.01
+
+#: Horovod's refusal of a name that was announced and is not reduced yet
+_NAME_IN_USE: Final = "with the same name as another tensor"
+
+
+class _Sum:
+    """What was announced: ``sent``, which belongs in ``into``."""
+
+    __slots__ = ("handle", "into", "is_here", "operations", "sent")
+
+    def __init__(
+        self, operations: Operations, handle: int, sent: torch.Tensor, into: torch.Tensor
+    ) -> None:
+        self.operations = operations
+        self.handle = handle
+        self.sent = sent
+        self.into = into
+        self.is_here = False
+
+    def is_completed(self) -> bool:
+        return self.is_here or self.operations.is_done(self.handle)
+
+
+class HorovodWire:
+    """The ranks of a process set (see `bytesched.plugins.planned.wire.Wire`).
+
+    Horovod runs an operation when every rank has announced it, whatever their order. Among those
+    that it finds announced together, and remembers, it takes first what it ran longest ago
+    (controller.cc, ComputeResponseList), and fuses what has the same scale factors (FuseResponses).
+    So a chunk has a factor of its own, which depends on all chunks that were announced before it in
+    the round. What stands elsewhere than in the last round is negotiated anew, in the order in
+    which ranks announce it, behind what does not: chunks always run in that order.
+
+    Args:
+        average: whether gradients are averaged, or summed.
+        predivide: what averaged gradients are divided by before the sum.
+        dtype: in which gradients travel; None: in their own.
+        name: of the session, the same on all ranks, unique in this job.
+        device: where gradients are.
+    """
+
+    #: Horovod has no event for them
+    sees_ends = False
+
+    def __init__(
+        self,
+        process_set: hvd.ProcessSet,
+        *,
+        average: bool,
+        predivide: float,
+        dtype: torch.dtype | None,
+        name: str,
+        timeout_s: float,
+        device: torch.device,
+    ) -> None:
+        self.operations = Operations(process_set, name=name, timeout_s=timeout_s)
+        self.rank = self.operations.rank
+        self.size = self.operations.size
+        self.timeout_s = timeout_s
+        self.has_streams = device.type == "cuda"
+        self._device = device
+        self._op = hvd.Average if average else hvd.Sum
+        self._scale = (1.0 / predivide, predivide) if average else (1.0, 1.0)
+        self._divisor = self.size if average else 1
+        self._dtype = dtype
+        self._source: Source
+        #: the current round, and what stands for all that was announced in it
+        self._round = -1
+        self._announced = 0
+        self._has_given_up = False
+
+    def follow(self, source: Source) -> None:
+        """Chunks are those of ``source``, the same on all ranks."""
+        self._source = source
+        chunks = sum(len(bucket.chunks) for bucket in source.buckets)
+        capacity = horovod_cache_capacity()
+        if self.rank == 0 and 0 <= capacity < chunks:
+            log.warning(
+                "HOROVOD_CACHE_CAPACITY = %d is less than %d chunks: Horovod negotiates them anew "
+                "in every step, which takes long, and may change their order; set it to %d or more",
+                capacity,
+                chunks,
+                2 * chunks,
+            )
+
+    # -- sums --------------------------------------------------------------------------
+
+    def start(self, tensor: torch.Tensor, key: str = "") -> _Sum:
+        if self._round != self._source.finished:
+            self._round, self._announced = self._source.finished, 0
+            self.operations.held.let_go()
+        self._announced = crc32(key.encode(), self._announced)
+        dtype = self._sent_as(tensor)
+        scale = _unfused(self._announced % _FACTORS, dtype, self._scale, self._divisor)
+        with unseen():
+            sent = tensor.to(dtype)
+        handle = self.operations.allreduce(sent, key, self._op, scale)
+        return _Sum(self.operations, handle, sent, tensor)
+
+    def _sent_as(self, tensor: torch.Tensor) -> torch.dtype:
+        return self._dtype or tensor.dtype
+
+    def exchange(self, into: torch.Tensor, sent: torch.Tensor) -> Any:
+        raise NotImplementedError("gradients go whole")
+
+    def all_to_all(
+        self,
+        into: torch.Tensor,
+        sent: torch.Tensor,
+        into_numels: Sequence[int],
+        sent_numels: Sequence[int],
+    ) -> Any:
+        raise NotImplementedError("all ranks update all parameters")
+
+    def start_largest(self, numbers: torch.Tensor) -> _Sum:
+        """See `Wire`. A rank that has joined tells zeros: what is compared differs then."""
+        handle = self.operations.allreduce(numbers, _NUMBERS, hvd.Max)
+        return _Sum(self.operations, handle, numbers, numbers)
+
+    def wait(self, work: _Sum, task: str) -> None:
+        if work.is_here:
+            return
+        self.operations.wait(work.handle, task=task)
+        if work.sent is not work.into:
+            with torch.no_grad(), unseen():
+                work.into.copy_(work.sent)
+            if self.has_streams:
+                # The host has waited, and no other stream does.
+                torch.cuda.current_stream(self._device).synchronize()
+        work.is_here = True
+
+    def wait_left(self, works: Iterable[Any]) -> None:
+        """See `Wire`. Horovod holds what it has, and calls nobody when it ends."""
+
+    def stream(self) -> int:
+        if not self.has_streams:
+            return HOST
+        handle: int = torch._C._cuda_getCurrentRawStream(self._device.index)
+        return handle
+
+    def clock_offset_ns(self) -> int:
+        """What must be added to this host's wall clock to read rank 0's; collective."""
+        for _ in range(3):
+            # The last one ends at nearly the same moment everywhere.
+            self._compare_clocks(torch.zeros(1, device="cpu"))
+        mine_ns = time.time_ns()
+        leaders = torch.tensor([mine_ns if self.rank == 0 else 0], device="cpu")
+        self._compare_clocks(leaders)
+        return int(leaders.item()) - mine_ns
+
+    def _compare_clocks(self, numbers: torch.Tensor) -> None:
+        handle = self.operations.allreduce(numbers, f"clock in {numbers.dtype}", hvd.Sum)
+        self.operations.wait(handle, task="comparing clocks")
+
+    # -- the end -----------------------------------------------------------------------
+
+    def timeout(self, message: str) -> HorovodTimeout:
+        """The error of a wait that outlived its deadline."""
+        return HorovodTimeout(message, rank=self.rank)
+
+    def leave_note(self, text: str) -> None:
+        log.error("rank %d gives up: %s", self.rank, text)
+
+    def abort(self) -> None:
+        """See `Wire`.
+
+        Horovod itself is not ours to stop. But announcing a chunk in a shape that no other rank
+        has makes it an error on every rank, as soon as all have announced it.
+        """
+        if self._has_given_up:
+            return
+        self._has_given_up = True
+        ends = {_NUMBERS: torch.float64, PROBE: self._dtype or torch.float32}
+        for bucket in tuple(self._source.buckets):
+            ends |= {chunk.key: self._sent_as(chunk.sent) for chunk in tuple(bucket.chunks)}
+        left = self._announce_ends(ends)
+
+        def announce() -> bool:
+            """Those whose names are under way still, each when it no longer is."""
+            nonlocal left
+            left = self._announce_ends(left)
+            return not left
+
+        if left:
+            # In a process that is ending, the others hear of that.
+            retry_in_background(
+                announce, name="bytesched-giving-up", nap_s=_END_NAP_S, timeout_s=self.timeout_s
+            )
+
+    def _announce_ends(self, ends: dict[str, torch.dtype]) -> dict[str, torch.dtype]:
+        """Announces ``ends``, by key; returns those whose names are under way."""
+        under_way: dict[str, torch.dtype] = {}
+        for key, dtype in ends.items():
+            nothing = torch.empty(1, 1, self.rank + 1, dtype=dtype, device="cpu")
+            try:
+                self.operations.allreduce(nothing, key, hvd.Sum)
+            except TransportError as error:
+                # The other reason is that Horovod was shut down.
+                if _NAME_IN_USE in str(error):
+                    under_way[key] = dtype
+        return under_way
+
+    def close(self) -> None:
+        """See `Wire`: there is nothing of its own to let go of."""
+
+
+def _unfused(
+    index: int, dtype: torch.dtype, scale: tuple[float, float], divisor: int
+) -> tuple[float, float]:
+    """``scale``, before and after the sum, in a form that no other index has; the same result.
+
+    ``divisor`` is what Horovod divides by in the end.
+    """
+    before, after = scale
+    if dtype is torch.float64:
+        power = 2.0 ** (index % _POWERS - _POWERS // 2)
+        return before / power, after * power
+    # Narrower types are scaled in single precision, which does not see this. Two steps, because
+    # dividing may bring neighbours together.
+    other = after + 2 * index * math.ulp(after)
+    same = c_float(other / divisor).value == c_float(after / divisor).value
+    return before, other if same else after

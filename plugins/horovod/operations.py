@@ -1,0 +1,159 @@
+"""Operations of Horovod: how they are named, held, awaited, and how they fail."""
+
+from __future__ import annotations
+
+import re
+import time
+from typing import Any, Final
+
+import horovod.torch as hvd
+import torch
+from horovod.common.exceptions import HorovodInternalError
+from torch import Tensor
+
+from bytesched.errors import PeerLost, SchedulerTimeout, TransportError
+
+from .held import Held
+
+__all__ = ["HorovodFailed", "HorovodPeerLost", "HorovodTimeout", "Operations"]
+
+#: between two looks at an operation that the user's thread waits for; each nap is so much longer
+#: than the one before, so that one that takes a millisecond is not found half a millisecond late
+_SHORTEST_NAP_S: Final = 1e-4
+_LONGEST_NAP_S: Final = 5e-4
+_LONGER: Final = 1.25
+
+#: What a rank that gives up announces instead of a chunk: its shape is that of no chunk.
+_GAVE_UP: Final = re.compile(r"\[1, 1, (\d+)\]")
+
+
+class HorovodFailed(TransportError, HorovodInternalError):  # type: ignore[misc]
+    """A transfer through Horovod failed."""
+
+
+class HorovodTimeout(SchedulerTimeout, HorovodInternalError):  # type: ignore[misc]
+    """A transfer through Horovod, or a wait for it, outlived its deadline."""
+
+
+class HorovodPeerLost(PeerLost, HorovodInternalError):  # type: ignore[misc]
+    """Another rank is gone, has failed, or has given up."""
+
+
+class Operations:
+    """What one session, or what comes before it, announces to Horovod.
+
+    Args:
+        process_set: the ranks.
+        name: in front of that of each operation, the same on all ranks, unique in this job.
+        timeout_s: of every wait.
+    """
+
+    def __init__(self, process_set: hvd.ProcessSet, *, name: str, timeout_s: float) -> None:
+        self.rank: int = process_set.rank()
+        self.size: int = process_set.size()
+        self.timeout_s = timeout_s
+        self._process_set = process_set
+        self._name = name
+        self.held = Held()
+
+    def allreduce(
+        self, tensor: Tensor, key: str, op: int, scale: tuple[float, float] = (1.0, 1.0)
+    ) -> int:
+        """Announces ``tensor``, in place, under ``key``; returns the handle.
+
+        Args:
+            scale: factors in front of the reduction and behind it.
+        """
+        self.held.hold(key, tensor)
+        try:
+            handle: int = hvd.allreduce_async_(
+                tensor,
+                name=f"{self._name}.{key}",
+                op=op,
+                prescale_factor=scale[0],
+                postscale_factor=scale[1],
+                process_set=self._process_set,
+            )
+        except (HorovodInternalError, ValueError) as error:
+            raise self.error(error, task=key) from error
+        return handle
+
+    def gather_text(self, key: str, text: str) -> list[str]:
+        """Every rank's ``text``, by rank."""
+        return self.texts(self.announce_text(key, text))
+
+    def announce_text(self, key: str, text: str) -> tuple[int, int]:
+        """Announces this rank's ``text`` under ``key``; returns what ``texts`` takes."""
+        mine = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+        sizes = self._gather(torch.tensor([len(mine)], device="cpu"), f"{self._name}.{key}.size")
+        return sizes, self._gather(mine, f"{self._name}.{key}")
+
+    def texts(self, works: tuple[int, int]) -> list[str]:
+        """Every rank's text, by rank, when all have announced theirs."""
+        sizes, texts = (self.wait(work, task=f"{self._name}: texts") for work in works)
+        return [part.numpy().tobytes().decode() for part in texts.split(sizes.tolist())]
+
+    def _gather(self, tensor: Tensor, name: str) -> int:
+        try:
+            work: int = hvd.allgather_async(tensor, name=name, process_set=self._process_set)
+        except HorovodInternalError as error:
+            raise self.error(error, task=name) from error
+        return work
+
+    def wait(self, work: int, *, task: str = "") -> Any:
+        """The tensor that ``work`` made, when it has; naps meanwhile."""
+        deadline = time.monotonic() + self.timeout_s
+        nap_s = _SHORTEST_NAP_S
+        while not self.is_done(work):
+            if time.monotonic() > deadline:
+                raise HorovodTimeout(
+                    f"no progress within {self.timeout_s:g} s: a rank is stopped, stuck or in "
+                    "other code; do all ranks make the same calls, in the same order?",
+                    task=task,
+                    rank=self.rank,
+                )
+            # Not hvd.synchronize alone: it spins.
+            time.sleep(nap_s)
+            nap_s = min(_LONGER * nap_s, _LONGEST_NAP_S)
+        return self.result(work, task=task)
+
+    def is_done(self, work: int) -> bool:
+        """True if ``result`` would not wait."""
+        try:
+            return bool(hvd.poll(work))
+        except ValueError:
+            # Horovod was shut down and has forgotten it; its result will say so.
+            return True
+
+    def result(self, work: int, *, task: str) -> Any:
+        """The tensor that ``work`` made; its failure is an error of ours."""
+        try:
+            output = hvd.synchronize(work)
+        except (HorovodInternalError, ValueError) as error:
+            raise self.error(error, task=task) from error
+        if output is None:
+            raise self.error(ValueError("its handle has been cleared"), task=task)
+        return output
+
+    def error(self, cause: BaseException, *, task: str = "") -> TransportError:
+        """``cause`` as an error of ours, still one of Horovod's."""
+        text = str(cause)
+        kind: type[TransportError] = HorovodFailed
+        what = f"Horovod failed: {text}"
+        gave_up = _GAVE_UP.search(text)
+        if gave_up is not None:
+            culprit = int(gave_up.group(1)) - 1
+            what = f"rank {culprit} gave up; see its own log for the reason"
+            return HorovodPeerLost(what, peers=[culprit], task=task, rank=self.rank)
+        if "has been cleared" in text:
+            what = f"this rank shut Horovod down before it was complete ({text})"
+        elif "shut down" in text:
+            kind = HorovodPeerLost
+            what = f"another rank has ended or failed; see its own log ({text.strip()})"
+        elif any(sign in text for sign in ("Timed out", "timed out", "timeout", "Timeout")):
+            kind = HorovodTimeout
+            what = f"a rank is stopped or stuck ({text.strip()})"
+        elif any(sign in text for sign in ("closed by peer", "reset by peer", "Broken pipe")):
+            kind = HorovodPeerLost
+            what = f"another rank is gone ({text.strip()}); see its own log for the reason"
+        return kind(what, task=task, rank=self.rank)
