@@ -224,6 +224,7 @@ class LoopbackWire:
     """One rank of a Loopback (see `planned.wire.Wire`)."""
 
     has_streams = False
+    sees_ends = True
     levels = 1
 
     def __init__(self, loopback: Loopback, rank: int, size: int) -> None:

@@ -62,8 +62,6 @@ class Rule:
     why: str
     #: θ in seconds; None: it is measured, or nothing is
     overhead_s: float | None = None
-    #: whether the link is busy while the next chunk is prepared
-    hides_overhead: bool = True
     #: k, where nothing else decides it
     window: int = PROBE_WINDOW
     smallest_bytes: int
@@ -107,15 +105,6 @@ RULES: Final = MappingProxyType(
             "CPU time of a chunk; it counts by 3.5 times the part of a core that training takes, "
             "and at most once. Where the model always computes, k is 4: threads wake up late.",
             smallest_bytes=2 * _SMALLEST_BYTES,
-            largest_bytes=_LARGEST_BYTES,
-        ),
-        "negotiated": Rule(
-            formula="sqrt(θBS/(k + 1))",
-            why="Horovod's link is silent between two chunks: θ is the start-up time of a probe. "
-            "One chunk is under way and finds the next announced; a third would only stand before "
-            "what is more urgent.",
-            hides_overhead=False,
-            smallest_bytes=_SMALLEST_BYTES,
             largest_bytes=_LARGEST_BYTES,
         ),
         "store": Rule(
@@ -207,16 +196,12 @@ def chosen_sizes(
     if not partition_bytes:
         fastest = max(probe.bytes_per_s for probe in probes)
         overhead_s = probes[0].cpu_s * min(_COUNTS * cpu_load, 1.0)
-        if not rule.hides_overhead:
-            # What a probe takes has its CPU time in it.
-            overhead_s = max(overhead_s, _startup_s(probes))
         best_bytes = math.sqrt(overhead_s * fastest * model_bytes / (PROBE_WINDOW + 1))
-        if rule.hides_overhead:
-            fills = min(p.nbytes for p in probes if p.bytes_per_s >= _FULL * fastest)
-            enough = max(model_bytes / _PARTS, _quickest_bytes(probes, model_bytes))
-            best_bytes = max(best_bytes, min(_MARGIN * fills, enough))
+        fills = min(p.nbytes for p in probes if p.bytes_per_s >= _FULL * fastest)
+        enough = max(model_bytes / _PARTS, _quickest_bytes(probes, model_bytes))
+        best_bytes = max(best_bytes, min(_MARGIN * fills, enough))
     is_busy = _BUSY * cpu_load > _ALWAYS
-    window = _BUSY_WINDOW if rule.hides_overhead and is_busy else rule.window
+    window = _BUSY_WINDOW if is_busy else rule.window
     return rule.sizes(partition_bytes, credit_bytes, best_bytes=best_bytes, window=window)
 
 
@@ -230,11 +215,3 @@ def _quickest_bytes(probes: list[Probe], model_bytes: int) -> int:
     return min(
         probes, key=lambda p: (model_bytes + (PROBE_WINDOW + 1) * p.nbytes) / p.bytes_per_s
     ).nbytes
-
-
-def _startup_s(probes: list[Probe]) -> float:
-    """What a chunk takes however small it is: the line through the first and the last probe."""
-    small, large = probes[0], probes[-1]
-    small_s, large_s = small.nbytes / small.bytes_per_s, large.nbytes / large.bytes_per_s
-    slope = (large_s - small_s) / (large.nbytes - small.nbytes)
-    return max(0.0, small_s - slope * small.nbytes)

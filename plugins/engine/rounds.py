@@ -130,12 +130,6 @@ class Rounds:
             self._queue_callback()
         self._gradient(slot)
 
-    def backward_gradient(self, slot: Slot) -> None:
-        """``slot`` has its gradient."""
-        if not self._callback_queued:
-            self._queue_callback()
-        self._gradient(slot)
-
     def _queue_callback(self) -> None:
         self._callback_queued = True
         Variable._execution_engine.queue_callback(self._after_backward)
@@ -193,24 +187,6 @@ class Rounds:
         if self._round.incomplete and self.phase.find_unused:
             self._finish()
         self._complain_if_incomplete()
-
-    def complete(self) -> None:
-        """Ends the round outside of backward: what got no gradient takes part with what it has.
-
-        That is an earlier gradient, or zeros. Without an open round, a new one is made of these.
-        """
-        self.complain_if_interrupted()
-        self.forward_seen = True
-        if not self._round.is_open:
-            self._begin()
-        for slot in self.slots:
-            if not slot.fired:
-                # No backward pass has read it, guarded or not.
-                self._round.read([slot])
-                if slot.parameter.grad is None:
-                    slot.parameter.grad = torch.zeros_like(slot.parameter)
-                self._gradient(slot)
-        self._finish()
 
     def _finish(self) -> None:
         if self.turns is not None:

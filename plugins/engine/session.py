@@ -53,7 +53,6 @@ class Session(HookedModel):
         config: the settings; partition and credit are still 0 if they are to be chosen.
         backend: the ranks, and what they reduce with.
         sync: whether the backward pass of the forward pass that begins now is to be reduced;
-            None if ``backward_gradient`` is called for every gradient that is.
         find_unused: True if parameters may get no gradient; None if the warm-up is to show it.
         static_graph: a parameter may be used several times, the same in each round.
     """
@@ -221,14 +220,6 @@ class Session(HookedModel):
 
     # -- from outside ------------------------------------------------------------------
 
-    def backward_gradient(self, slot: Slot) -> None:
-        """The gradient of ``slot`` is to be reduced; called in backward."""
-        self._rounds.backward_gradient(slot)
-
-    def complete_round(self) -> None:
-        """Every parameter that got no gradient takes part with what it has, or with zeros."""
-        self._rounds.complete()
-
     @property
     def slots(self) -> Sequence[Slot]:
         """The parameters that are reduced, in registration order."""
@@ -238,12 +229,6 @@ class Session(HookedModel):
     def rounds_finished(self) -> int:
         """How many rounds have been complete."""
         return self._rounds.finished
-
-    @property
-    def is_inside_round(self) -> bool:
-        """Whether other ranks may wait for gradients of this one, and know of no error of it."""
-        is_unfinished = self._rounds.incomplete or self._progress.outstanding > 0
-        return is_unfinished and self.error is None
 
     def wait_reduced(self) -> None:
         """Returns when nothing is on the wire."""

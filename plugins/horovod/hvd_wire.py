@@ -19,7 +19,6 @@ from bytesched.errors import TransportError
 from ..planned.clocks import PROBE
 from ..planned.source import Source
 from ..planned.wire import HOST
-from ..update.surroundings import unseen
 from .operations import HorovodTimeout, Operations
 from .retrying import retry_in_background
 
@@ -43,17 +42,13 @@ _NAME_IN_USE: Final = "with the same name as another tensor"
 
 
 class _Sum:
-    """What was announced: ``sent``, which belongs in ``into``."""
+    """What was announced."""
 
-    __slots__ = ("handle", "into", "is_here", "operations", "sent")
+    __slots__ = ("handle", "is_here", "operations")
 
-    def __init__(
-        self, operations: Operations, handle: int, sent: torch.Tensor, into: torch.Tensor
-    ) -> None:
+    def __init__(self, operations: Operations, handle: int) -> None:
         self.operations = operations
         self.handle = handle
-        self.sent = sent
-        self.into = into
         self.is_here = False
 
     def is_completed(self) -> bool:
@@ -73,13 +68,13 @@ class HorovodWire:
     Args:
         average: whether gradients are averaged, or summed.
         predivide: what averaged gradients are divided by before the sum.
-        dtype: in which gradients travel; None: in their own.
         name: of the session, the same on all ranks, unique in this job.
         device: where gradients are.
     """
 
     #: Horovod has no event for them
     sees_ends = False
+    levels = 1
 
     def __init__(
         self,
@@ -87,7 +82,6 @@ class HorovodWire:
         *,
         average: bool,
         predivide: float,
-        dtype: torch.dtype | None,
         name: str,
         timeout_s: float,
         device: torch.device,
@@ -101,7 +95,6 @@ class HorovodWire:
         self._op = hvd.Average if average else hvd.Sum
         self._scale = (1.0 / predivide, predivide) if average else (1.0, 1.0)
         self._divisor = self.size if average else 1
-        self._dtype = dtype
         self._source: Source
         #: the current round, and what stands for all that was announced in it
         self._round = -1
@@ -129,15 +122,9 @@ class HorovodWire:
             self._round, self._announced = self._source.finished, 0
             self.operations.held.let_go()
         self._announced = crc32(key.encode(), self._announced)
-        dtype = self._sent_as(tensor)
-        scale = _unfused(self._announced % _FACTORS, dtype, self._scale, self._divisor)
-        with unseen():
-            sent = tensor.to(dtype)
-        handle = self.operations.allreduce(sent, key, self._op, scale)
-        return _Sum(self.operations, handle, sent, tensor)
-
-    def _sent_as(self, tensor: torch.Tensor) -> torch.dtype:
-        return self._dtype or tensor.dtype
+        scale = _unfused(self._announced % _FACTORS, tensor.dtype, self._scale, self._divisor)
+        handle = self.operations.allreduce(tensor, key, self._op, scale)
+        return _Sum(self.operations, handle)
 
     def exchange(self, into: torch.Tensor, sent: torch.Tensor) -> Any:
         raise NotImplementedError("gradients go whole")
@@ -154,18 +141,12 @@ class HorovodWire:
     def start_largest(self, numbers: torch.Tensor) -> _Sum:
         """See `Wire`. A rank that has joined tells zeros: what is compared differs then."""
         handle = self.operations.allreduce(numbers, _NUMBERS, hvd.Max)
-        return _Sum(self.operations, handle, numbers, numbers)
+        return _Sum(self.operations, handle)
 
     def wait(self, work: _Sum, task: str) -> None:
         if work.is_here:
             return
         self.operations.wait(work.handle, task=task)
-        if work.sent is not work.into:
-            with torch.no_grad(), unseen():
-                work.into.copy_(work.sent)
-            if self.has_streams:
-                # The host has waited, and no other stream does.
-                torch.cuda.current_stream(self._device).synchronize()
         work.is_here = True
 
     def wait_left(self, works: Iterable[Any]) -> None:
@@ -209,9 +190,9 @@ class HorovodWire:
         if self._has_given_up:
             return
         self._has_given_up = True
-        ends = {_NUMBERS: torch.float64, PROBE: self._dtype or torch.float32}
+        ends = {_NUMBERS: torch.float64, PROBE: torch.float32}
         for bucket in tuple(self._source.buckets):
-            ends |= {chunk.key: self._sent_as(chunk.sent) for chunk in tuple(bucket.chunks)}
+            ends |= {chunk.key: chunk.sent.dtype for chunk in tuple(bucket.chunks)}
         left = self._announce_ends(ends)
 
         def announce() -> bool:

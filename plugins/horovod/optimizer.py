@@ -7,6 +7,7 @@ It stays what it is, a shell: its gradient hooks mark when a gradient is complet
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
@@ -44,8 +45,8 @@ _OFF: Final = "enabled is off"
 #: what Horovod can reduce
 _DTYPES: Final = (torch.float16, torch.float32, torch.float64)
 
-#: in what gradients travel, for each of Horovod's compressors; None: in their own type
-_TRAVEL_AS: Final = {hvd.Compression.none: None, hvd.Compression.fp16: torch.float16}
+#: our compression for each of Horovod's
+_COMPRESSIONS: Final = {hvd.Compression.none: "none", hvd.Compression.fp16: "fp16"}
 
 #: of buckets and of chunks, where settings say nothing
 _BUCKET_BYTES: Final = 1 << 20
@@ -90,7 +91,7 @@ def why_plain(optimizer: torch.optim.Optimizer, model: nn.Module, config: Config
         return "there is one rank"
     if shell.op not in (hvd.Average, hvd.Sum):
         return "gradients are neither averaged nor summed"
-    if shell._compression not in _TRAVEL_AS:
+    if shell._compression not in _COMPRESSIONS:
         return f"{shell._compression.__name__} may need a tensor as a whole"
     if horovod_autotunes():
         return "HOROVOD_AUTOTUNE is on, and would tune against our own sizes"
@@ -160,12 +161,12 @@ def attach(
         entry: what the ranks go through together.
     """
     shell: Any = optimizer
-    travel_as = torch.float16 if config.compression == "fp16" else _TRAVEL_AS[shell._compression]
+    if config.compression == "none":
+        config = replace(config, compression=_COMPRESSIONS[shell._compression])
     slots = _slots(optimizer, model)
     entry.agree(
         [
             *statements(slots, optimizer, config),
-            f"gradients travel as {travel_as}",
             f"op = {shell.op}",
             f"gradient_predivide_factor = {shell.gradient_predivide_factor}",
             f"backward_passes_per_step = {shell.backward_passes_per_step}",
@@ -176,13 +177,10 @@ def attach(
         average=shell.op == hvd.Average,
         # Horovod does not apply it to groups.
         predivide=1.0 if shell._groups is not None else shell.gradient_predivide_factor,
-        dtype=travel_as,
         name=entry.name,
         timeout_s=config.timeout_s,
         device=slots[0].parameter.device,
     )
-    if config.tune and wire.rank == 0:
-        log.warning("tune is on, but sizes cannot change during training over Horovod")
     partition_bytes = config.partition_bytes or _BUCKET_BYTES
     session = HookedSession(
         model,
@@ -196,6 +194,7 @@ def attach(
         divisor=1,
         sync=None,
         find_unused=False,
+        carrier="horovod",
     )
     wire.follow(session.source)
     session.on_close(Shell(shell, session, slots, wire, updating_class(optimizer)).take_over())

@@ -210,6 +210,7 @@ class HookedSession(PlannedSession):
             self.source.resize(partial(cut_whole, chunk_bytes=partition_bytes), partition_bytes)
         self._change_rounds(setting)
         return True
+
     def begin_anew(self) -> None:
         """Ranks may have made different rounds, and do not from here on. Idempotent."""
         if self.source.phase is Phase.IDLE:

@@ -111,6 +111,8 @@ class Planning:
         #: when the last sum of the round before was here, which all ranks have in common
         self._common: list[Any] = []
         self._last: Chunk | None = None
+        #: what to do when the host has waited for a chunk, by index, where ends are not seen
+        self._awaited: dict[int, Callable[[object], None]] = {}
         #: of the carrier, where ends of chunks are not seen
         self._wants_probe = False
         self._probe: Any = None
@@ -133,6 +135,7 @@ class Planning:
         """The buckets are others from now on."""
         self.stage, self.order, self._rounds = Stage.NEW, None, 0
         self._chunks.clear()
+        self._awaited.clear()
         self._times = []
         self._measured = self._last = None
 
@@ -184,19 +187,23 @@ class Planning:
         is_common = is_last and self.stage is not Stage.MEASURING
         if is_common:
             self._common, self._last = [], chunk
-        if not self._wire.sees_ends or not (measured or is_common or self._observers.are_any):
+        if self._wire.has_streams or not (measured or is_common or self._observers.are_any):
             return
         now_ns = perf_counter_ns()
         if measured is not None:
             measured.spans.begin(chunk.index, now_ns)
         common = self._common if is_common else None
-        chunk.work.get_future().add_done_callback(
-            partial(self._ended, chunk, now_ns, measured, common)
-        )
+        ended = partial(self._ended, chunk, now_ns, measured, common)
+        if self._wire.sees_ends:
+            chunk.work.get_future().add_done_callback(ended)
+        else:
+            self._awaited[chunk.index] = ended
 
     def waited(self, chunk: Chunk) -> None:
         """What this thread does, or its stream queues, from now on comes after ``chunk``'s sum."""
-        if chunk is self._last and not self._common and not self._wire.sees_ends:
+        if (ended := self._awaited.pop(chunk.index, None)) is not None:
+            ended(chunk.work)
+        elif self._wire.has_streams and chunk is self._last and not self._common:
             self._common.append(self._clock.moment())
 
     def _ended(
@@ -205,9 +212,9 @@ class Planning:
         issued_ns: int,
         measured: _Round | None,
         common: list[Any] | None,
-        future: object,
+        work: object,
     ) -> None:
-        """The sum of ``chunk`` is here. A thread of the carrier."""
+        """The sum of ``chunk`` is here. A thread of the carrier, or the one that has waited."""
         now_ns = perf_counter_ns()
         if measured is not None:
             measured.spans.end(chunk.index, now_ns)

@@ -45,7 +45,7 @@ class Wire(Summing, Protocol):
     levels: int
     #: a wait is only queued, on a stream of a device
     has_streams: bool
-    #: the host is called at the end of a sum, by ``work.get_future()``
+    #: ``work.get_future()`` calls the host at the end of a sum; else a wait shows that it has ended
     sees_ends: bool
 
     def exchange(self, into: torch.Tensor, sent: torch.Tensor) -> Any:

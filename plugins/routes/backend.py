@@ -1,4 +1,4 @@
-"""The seam between a session and its ranks: torch.distributed, Horovod, a store."""
+"""The seam between a session and its ranks: torch.distributed, a store."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Backend(Protocol):
     #: in which sums are made: 1, or 2 where ranks add up within their hosts first
     levels: int
     timeout_s: float
-    #: "gloo", "nccl", "horovod", ...
+    #: "gloo", "nccl", ...
     wire: str
     #: what can change at run time, of `tunable.KNOBS`
     knobs: frozenset[str]

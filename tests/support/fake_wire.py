@@ -34,7 +34,7 @@ from bytesched.plugins.proxies.pending import PendingParameter
 from bytesched.plugins.proxies.pending_grads import PendingGrad
 from bytesched.tunable import Setting
 
-__all__ = ["FakeWire", "Run", "alone", "inputs", "mlp", "sgd"]
+__all__ = ["FakeWire", "FakeWork", "Run", "alone", "inputs", "mlp", "sgd"]
 
 
 # -- the wire --------------------------------------------------------------------------

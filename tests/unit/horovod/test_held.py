@@ -36,3 +36,17 @@ def test_the_latest_under_a_key_is_held() -> None:
     held.hold(1, first)
     held.hold(0, second)
     assert owners(first) == owners(second) == alone + 1
+
+
+def test_what_is_not_held_again_is_let_go() -> None:
+    from bytesched.plugins.horovod.held import Held
+
+    held = Held()
+    kept, left = torch.zeros(2), torch.zeros(2)
+    alone = owners(kept)
+    held.hold("kept", kept)
+    held.hold("left", left)
+    for _ in range(2):
+        held.let_go()
+        held.hold("kept", kept)
+    assert (owners(kept), owners(left)) == (alone + 1, alone)

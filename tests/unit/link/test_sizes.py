@@ -113,20 +113,6 @@ def test_one_probe_is_enough(count: int) -> None:
     assert credit_bytes == 2 * partition_bytes
 
 
-@pytest.mark.parametrize("cpu_load", [0.0, 1.0])
-def test_a_link_that_is_silent_between_chunks_follows_the_bound(cpu_load: float) -> None:
-    """Horovod negotiates between two operations: sqrt(θBS/(k+1)), with θ from the probes."""
-
-    def measure(nbytes: int) -> Probe:
-        return Probe(nbytes, nbytes / (1.2e-3 + nbytes / 118e6))
-
-    partition_bytes, credit_bytes = chosen_sizes(
-        probe_sizes(measure), model_bytes=25 * MIB, cpu_load=cpu_load, rule=RULES["negotiated"]
-    )
-    assert partition_bytes == pytest.approx((1.2e-3 * 118e6 * 25 * MIB / 3) ** 0.5, rel=0.1)
-    assert credit_bytes == 2 * partition_bytes
-
-
 @pytest.mark.parametrize("name", RULES)
 def test_every_rule_keeps_what_is_given_and_its_limits(name: str) -> None:
     rule = RULES[name]

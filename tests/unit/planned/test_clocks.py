@@ -8,9 +8,9 @@ import pytest
 import torch
 from access_order import Order
 from fake_cuda import CUDA, WORK_S, FakeCuda, FakeStream, fake_cuda
-from fake_wire import FakeWire
+from fake_wire import FakeWire, FakeWork
 
-from bytesched.plugins.planned.clocks import DeviceClock, HostClock
+from bytesched.plugins.planned.clocks import PROBE, DeviceClock, HostClock
 
 CPU = torch.device("cpu")
 
@@ -32,6 +32,23 @@ def test_the_host_sees_sums_end_and_needs_no_probe() -> None:
     wire = FakeWire()
     assert HostClock().probe(wire) is None
     assert not wire.started
+
+
+def test_where_it_does_not_it_waits_for_sums_with_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    wire, keys = FakeWire(), []
+    wire.sees_ends = False
+    start = wire.start
+
+    def named(tensor: torch.Tensor, key: str = "") -> FakeWork:
+        keys.append(key)
+        return start(tensor, key)
+
+    monkeypatch.setattr(wire, "start", named)
+    probe = HostClock().probe(wire)
+    assert HostClock().seconds_per_byte(probe) > 0.0
+    assert all(work.is_over for work in wire.works)
+    assert keys[0] == PROBE
+    assert len(set(keys)) == len(keys) > 2
 
 
 def test_a_moment_of_a_device_is_behind_what_is_queued(cuda: FakeCuda) -> None:

@@ -57,8 +57,11 @@ class Rank:
         sizes: Sequence[int],
         policy: str = "priority",
         observers: Sequence[Observer] = (),
+        *,
+        sees_ends: bool = True,
     ) -> None:
         self.wire = FakeWire(ranks=ranks)
+        self.wire.sees_ends = sees_ends
         bucket: Any = SimpleNamespace()
         self.bucket = bucket
         bucket.chunks = self.chunks = [
@@ -85,7 +88,7 @@ class Rank:
         coming = sorted(range(len(self.chunks)), key=lambda index: (ready_ms[index], index))
         left = list(plan.order or coming)
         self._free_ns = clock.now_ns
-        self.ends: list[tuple[int, Any]] = []
+        self.ends: list[tuple[int, Chunk]] = []
         for index in coming:
             self.pass_to(clock, began_ns + ready_ms[index] * MS)
             ready.add(index)
@@ -96,25 +99,30 @@ class Rank:
                 plan.issued(chunk, is_last=not left)
                 if took_ms:
                     self._free_ns = max(self._free_ns, clock.now_ns) + took_ms * MS
-                    self.ends.append((self._free_ns, chunk.work))
+                    self.ends.append((self._free_ns, chunk))
         plan.round_ends([self.bucket])
 
     def pass_to(self, clock: Clock, at_ns: int) -> None:
         """Time passes; sums end by then."""
         while self.ends and self.ends[0][0] <= at_ns:
-            clock.now_ns, work = self.ends.pop(0)
-            work.finish()
+            clock.now_ns, chunk = self.ends.pop(0)
+            chunk.work.finish()
+            self.planning.waited(chunk)
         clock.now_ns = max(clock.now_ns, at_ns)
 
 
 class Job:
     """Ranks that go through the same rounds."""
 
-    def __init__(self, *sizes: Sequence[int], policies: Sequence[str] = ()) -> None:
+    def __init__(
+        self, *sizes: Sequence[int], policies: Sequence[str] = (), sees_ends: bool = True
+    ) -> None:
         wires: list[FakeWire] = []
         policies = policies or ["priority"] * len(sizes)
         self.clock = clock_in_use()
-        self.ranks = [Rank(wires, *one) for one in zip(sizes, policies, strict=True)]
+        self.ranks = [
+            Rank(wires, *one, sees_ends=sees_ends) for one in zip(sizes, policies, strict=True)
+        ]
 
     def round(
         self,
@@ -171,6 +179,28 @@ def test_a_plan_takes_four_rounds() -> None:
     assert first == second
     assert sorted(first) == [0, 1, 2]
     assert "chunks are sent as planned" in repr(job.ranks[0].planning)
+
+
+def test_where_ends_are_not_seen_a_plan_takes_waits_and_a_probe(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    job = Job([10, 20, 30], [10, 20, 30], sees_ends=False)
+    wait = FakeWire.wait
+
+    def slow(wire: FakeWire, work: Any, task: str) -> None:
+        job.clock.now_ns += MS
+        wait(wire, work, task)
+
+    monkeypatch.setattr(FakeWire, "wait", slow)
+    for _ in range(PLANNED_IN):
+        assert job.orders == [None, None]
+        job.round()
+    assert sorted(job.orders[0]) == [0, 1, 2]
+    assert job.orders[0] == job.orders[1]
+    for rank in job.ranks:
+        assert rank.planning.seconds_per_byte > 0.0
+        assert rank.planning.busy_ns == 3 * MS
+        assert len(rank.wire.started) > 3 * PLANNED_IN
 
 
 def test_what_is_needed_first_goes_first_among_what_is_ready() -> None:
