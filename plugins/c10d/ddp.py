@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import logging
-import weakref
 from collections.abc import Mapping
-from contextlib import ExitStack
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,36 +16,25 @@ from bytesched.errors import PluginError
 from bytesched.log import show
 
 from ..engine import beginning
-from ..engine.beginning import add_optimizer, slots_of, stays_plain
-from ..engine.session import Session
-from ..layout.slots import Slot
+from ..engine.beginning import add_optimizer, stays_plain
 from ..left import name_of_ddp
 from ..moments.folding import Accumulation
 from ..planned.hooked_session import HookedSession
 from ..planned.session import PlannedSession
-from ..proxies.compiling import has_compiled
 from ..proxies.passes import IN_A_CONTEXT, are_in_a_context
 from ..registry import sessions
-from ..routes.group_backend import C10dBackend
 from ..routes.groups.opening import kind_of
 from ..update.delegation import stepping_optimizer
 from ..update.separable import refuse_to_shard
-from ..warmup.agree import statements
-from .buffers import BufferBroadcast, broadcasts_buffers
-from .carrying import broadcast, levels_of
+from .buffers import broadcasts_buffers
 from .entry import Entry
 from .folded import attach_folded
 from .grouped import attach_grouped
 from .grouping import grouping_of, has_groups, reduces_itself, refuse_other_groups
-from .hooked import attach_hooked, refuse_part_of_ddp
-from .joining import joining
-from .planning import attach_planned, refuse_halves, why_not_planned
-from .shell import finalizes_by_hand, ignored_by, take_over
-from .syncing import Syncing
-from .urgent_norms import make_norms_urgent
+from .hooked import attach_hooked
+from .planning import attach_planned, is_complex, why_not_sharded
 
 __all__ = [
-    "attach",
     "base_of",
     "begin",
     "decline",
@@ -130,7 +116,7 @@ def begin(
     accumulation: Accumulation | None = None,
     *,
     is_configured: bool,
-) -> Session | PlannedSession | None:
+) -> PlannedSession | None:
     """The session behind the wrapped optimizer; None if it stays as it was. Collective.
 
     Args:
@@ -146,7 +132,7 @@ def begin(
     show(config.log_level, dist.get_rank())
     why = why_plain(model) if config.enabled else "enabled is off"
     # One model has one session, whatever its optimizers.
-    known = [other for other in sessions(model) if isinstance(other, (Session, PlannedSession))]
+    known = [other for other in sessions(model) if isinstance(other, PlannedSession)]
     ddp = find_ddp(model)
     name = type(model).__name__ if ddp is None else name_of_ddp(ddp.module)
     if stays_plain(name, why):
@@ -168,7 +154,7 @@ def begin(
                 "accumulate='adama': this model has been wrapped already, with another optimizer"
             )
         optimizer = stepping_optimizer(optimizer)
-        if isinstance(known[0], PlannedSession) and known[0].owners is not None:
+        if known[0].owners is not None:
             refuse_to_shard(optimizer)
         if groups:
             partitions = known[0].partitions if isinstance(known[0], HookedSession) else {}
@@ -184,33 +170,28 @@ def begin(
             refuse_to_shard(optimizer)
         grouping = grouping_of(model, groups, base_of(model))
         is_grouped = not reduces_itself(ddp, grouping)
-        session: Session | PlannedSession
-        why_live = why_not_planned(
-            model, ddp, config, has_groups=is_grouped, is_folded=accumulation is not None
-        )
-        if config.shard and (why_live or ddp is None):
-            why_live = why_live or "it is not in DistributedDataParallel"
-            raise PluginError(f"shard = True cannot be for this model: {why_live}")
+        is_folded = accumulation is not None
+        if config.shard:
+            why_not = why_not_sharded(ddp, config, has_groups=is_grouped, is_folded=is_folded)
+            if why_not:
+                raise PluginError(f"shard = True cannot be for this model: {why_not}")
+        session: PlannedSession
         if accumulation is not None:
             session = attach_folded(
                 optimizer, model, ddp, config, entry, accumulation, has_groups=is_grouped
             )
-        elif is_grouped:
+        elif is_grouped or (ddp is not None and is_complex(ddp)):
             session = attach_grouped(optimizer, model, ddp, config, entry, grouping)
-        elif not why_live:
-            if ddp is None:
-                session = attach_hooked(optimizer, model, config, entry)
-            else:
-                session = attach_planned(optimizer, model, ddp, config, entry)
+        elif ddp is None:
+            session = attach_hooked(optimizer, model, config, entry)
         else:
-            session = attach(optimizer, model, config, entry)
+            session = attach_planned(optimizer, model, ddp, config, entry)
         try:
             add_optimizer(session, optimizer, type(optimizer), why)
             # From here on they train together, so none of them may be left behind.
             entry.agree([], config.timeout_s)
         except BaseException:
-            if isinstance(session, PlannedSession):
-                session.give_back()
+            session.give_back()
             session.close()
             raise
     return session
@@ -222,78 +203,6 @@ def decline(model: nn.Module, why: str) -> None:
         Entry(base_of(model)).decline(why)
 
 
-def attach(
-    optimizer: torch.optim.Optimizer,
-    model: nn.Module,
-    config: Config,
-    entry: Entry,
-) -> Session:
-    """A session for ``model``, to which ``optimizer`` is to be added; collective.
-
-    Args:
-        entry: what the ranks go through together.
-        has_groups: some ranks reduce some parameters, which can only be refused.
-    """
-    ddp = find_ddp(model)
-    if ddp is None:
-        refuse_part_of_ddp(model)
-    base = base_of(model)
-    ignored = set() if ddp is None else {id(p) for p in ignored_by(ddp)}
-    slots = slots_of(model, optimizer, ignored=ignored, kind=Slot)
-    kind = kind_of(base, slots[0].parameter.device)
-    find_unused = _find_unused(ddp, config)
-    refuse_halves(base, config)
-    entry.agree(
-        [
-            *statements(slots, optimizer, config),
-            f"find_unused_parameters = {find_unused}",
-            f"static_graph = {ddp is not None and ddp.static_graph}",
-        ],
-        config.timeout_s,
-    )
-    if config.compression != "none" and any(slot.parameter.is_complex() for slot in slots):
-        log.info("compression = %r: complex gradients are sent as they are", config.compression)
-    name = f"session{entry.number}"
-    with joining(base, name, config) as ranks:
-        data, control = ranks.open("data", kind), ranks.open("control")
-        buffers = None
-        if ddp is not None and kind in ("gloo", "nccl") and broadcasts_buffers(ddp):
-            buffers = ranks.open("buffers")
-        observers = ranks.observers()
-        device = slots[0].parameter.device
-        if ddp is None:
-            broadcast(data, model)
-        levels = levels_of(base, ranks, data, device, name, config)
-    backend = C10dBackend(data, control, buffers, levels)
-    # A session ends with its model, so it must not keep it alive.
-    weak_ddp = None if ddp is None else weakref.ref(ddp)
-    session = Session(
-        model,
-        slots,
-        config,
-        backend=backend,
-        sync=Syncing(model, weak_ddp),
-        find_unused=find_unused,
-        static_graph=bool(ddp is not None and ddp.static_graph),
-        observers=observers,
-    )
-    with ExitStack() as half_attached:
-        half_attached.callback(session.close)
-        session.on_close(make_norms_urgent(model))
-        if ddp is not None and weak_ddp is not None:
-            if buffers is not None:
-                session.on_close(BufferBroadcast(buffers, session.raise_first).take_over(ddp))
-            # Last of all: from here on, gradients are averaged by the session or not at all. DDP
-            # learns a static graph once, as the compiler does its code; DDP does not compress; and
-            # what a script finalizes late must not change hands before.
-            can_stop = ddp is model and not ddp.static_graph and not has_compiled(model)
-            can_stop = can_stop and config.compression == "none" and not finalizes_by_hand(ddp)
-            reduced = frozenset(id(p) for p in ddp.parameters() if p.requires_grad)
-            session.take_over(partial(take_over, weak_ddp, reduced), can_stop=can_stop)
-        half_attached.pop_all()
-    return session
-
-
 def why_whole(optimizer: torch.optim.Optimizer, model: nn.Module, config: Config) -> str:
     """Why the barrier cannot be crossed for ``optimizer``; empty if it can."""
     carried = ""
@@ -301,14 +210,6 @@ def why_whole(optimizer: torch.optim.Optimizer, model: nn.Module, config: Config
     if ddp is not None and _is_nccl(model) and ddp.modules_buffers and not broadcasts_buffers(ddp):
         carried = "on NCCL, the forward pass has collectives of its own: a hook for buffers"
     return beginning.why_whole(model, optimizer, type(optimizer), config, carried=carried)
-
-
-def _find_unused(ddp: DistributedDataParallel | None, config: Config) -> bool | None:
-    if config.find_unused_parameters is not None:
-        return config.find_unused_parameters
-    if ddp is None or ddp.static_graph:
-        return None
-    return bool(ddp.find_unused_parameters)
 
 
 def _is_nccl(model: nn.Module) -> bool:

@@ -1,4 +1,7 @@
-"""A model of whose parameters some are reduced by some ranks: how its ranks come together."""
+"""A model in DDP that hooks of ours reduce, or of which ranks reduce parts: how ranks meet.
+
+DDP cannot be the source where some ranks reduce some parameters, or where gradients are complex.
+"""
 
 from __future__ import annotations
 
@@ -21,18 +24,19 @@ from ..routes.groups.group import Group
 from ..routes.groups.opening import kind_of, open_part
 from ..warmup.agree import statements
 from .buffers import BufferBroadcast, broadcasts_buffers
-from .carrying import broadcast
+from .carrying import broadcast, levels_of
 from .entry import Entry
 from .grouping import (
     Grouping,
     partitions_of,
+    refuse_levels,
     refuse_other_values,
     refuse_reduced,
-    refuse_settings,
 )
 from .grouping import statements as group_statements
 from .hooked import refuse_part_of_ddp, setting_of, syncs_always
 from .joining import joining
+from .planning import refuse_halves
 from .shell import ignored_by, take_over
 from .syncing import Syncing
 
@@ -55,15 +59,16 @@ def attach_grouped(
         ddp: ``model``, or the DDP that is compiled there; None: a plain module.
         entry: what the ranks go through together.
     """
-    refuse_settings(config)
+    refuse_halves(entry.base, config)
+    if grouping.ids:
+        refuse_levels(config)
     if ddp is None:
         refuse_part_of_ddp(model)
     else:
         refuse_reduced(ddp, grouping)
     ignored = set() if ddp is None else {id(p) for p in ignored_by(ddp)} - grouping.ids
     slots = slots_of(model, optimizer, ignored=ignored, kind=Slot)
-    # Whether an expert is used depends on the batch, and DDP does not look at it.
-    find_unused = config.find_unused_parameters is not False
+    find_unused = _finds_unused(ddp, config, grouping)
     is_static = ddp is not None and ddp.static_graph
     entry.agree(
         [
@@ -74,8 +79,6 @@ def attach_grouped(
         ],
         config.timeout_s,
     )
-    if config.tune and entry.base.rank() == 0:
-        log.warning("tune is on, but sizes cannot change where some ranks reduce some parameters")
     # A session ends with its model, so it must not keep it alive.
     weak_ddp = None if ddp is None else weakref.ref(ddp)
     base, name = entry.base, f"session{entry.number}"
@@ -102,12 +105,13 @@ def attach_grouped(
                 broadcast(part, model, left_out=grouping.outside(part.members))
         else:
             refuse_other_values(slots, grouping, control)
+        levels = None if parts else levels_of(base, ranks, data, device, name, config)
         others = [*parts, *(() if buffers is None else (buffers,))]
         session = HookedSession(
             model,
             slots,
             config,
-            GroupWire(data, control, others, device),
+            GroupWire(data, control, others, device, levels),
             ranks.observers(),
             setting=setting_of(config, kind),
             divisor=data.size,
@@ -115,6 +119,7 @@ def attach_grouped(
             find_unused=find_unused,
             is_static=is_static,
             partitions=partitions,
+            carrier=kind,
         )
     with ExitStack() as half_attached:
         half_attached.callback(session.close)
@@ -126,3 +131,14 @@ def attach_grouped(
             session.on_close(take_over(weak_ddp, reduced))
         half_attached.pop_all()
     return session
+
+
+def _finds_unused(
+    ddp: DistributedDataParallel | None, config: Config, grouping: Grouping
+) -> bool | None:
+    if config.find_unused_parameters is not None:
+        return config.find_unused_parameters
+    if grouping.ids:
+        # Whether an expert is used depends on the batch, and DDP does not look at it.
+        return True
+    return None if ddp is None or ddp.static_graph else bool(ddp.find_unused_parameters)

@@ -30,10 +30,10 @@ __all__ = [
     "has_groups",
     "partitions_of",
     "reduces_itself",
+    "refuse_levels",
     "refuse_other_groups",
     "refuse_other_values",
     "refuse_reduced",
-    "refuse_settings",
     "statements",
 ]
 
@@ -166,19 +166,13 @@ def reduces_itself(ddp: DistributedDataParallel | None, grouping: Grouping) -> b
     return not grouping.parted and all(id(p) not in grouping.ids for p in left_out)
 
 
-def refuse_settings(config: Config) -> None:
-    """Raises PluginError for settings that parameters in groups cannot be trained with."""
-    for name, is_set in (
-        ("split = 'on'", config.split == "on"),
-        ("hierarchy = 'on'", config.hierarchy == "on"),
-        (f"compression = {config.compression!r}", config.compression != "none"),
-        (f"share = {config.share!r}", bool(config.share)),
-    ):
-        if is_set:
-            raise PluginError(
-                f"{name} is not there for a model with parameters that only some ranks reduce: "
-                "leave it out"
-            )
+def refuse_levels(config: Config) -> None:
+    """Raises PluginError where hosts are to sum first, which some ranks alone cannot."""
+    if config.hierarchy == "on":
+        raise PluginError(
+            "hierarchy = 'on' is not there for a model with parameters that only some ranks "
+            "reduce: leave it out"
+        )
 
 
 def refuse_reduced(ddp: DistributedDataParallel, grouping: Grouping) -> None:

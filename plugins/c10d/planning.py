@@ -13,7 +13,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bytesched.config import Config
 from bytesched.errors import PluginError
-from bytesched.grid import Cell
 from bytesched.tunable import Setting
 
 from ..planned.bundles import Slot
@@ -30,43 +29,37 @@ from .entry import Entry
 from .joining import joining
 from .shell import finalize_outstanding, finalizes_by_hand
 
-__all__ = ["BUCKET_BYTES", "attach_planned", "refuse_halves", "why_not_planned"]
+__all__ = ["BUCKET_BYTES", "attach_planned", "is_complex", "refuse_halves", "why_not_sharded"]
 
 #: of buckets and of chunks, by the kind of the carrier, where script and settings say nothing
 BUCKET_BYTES: Final = {"gloo": 1 << 20, "nccl": 16 << 20}
 _CHUNK_BYTES: Final = {"gloo": 1 << 20}
 
 
-def why_not_planned(
-    model: nn.Module,
-    ddp: DistributedDataParallel | None,
-    config: Config,
-    *,
-    has_groups: bool,
-    is_folded: bool,
+def why_not_sharded(
+    ddp: DistributedDataParallel | None, config: Config, *, has_groups: bool, is_folded: bool
 ) -> str:
-    """Why gradients of a model go another way; empty if they can be planned.
+    """Why parameters cannot have owners; empty if they can.
 
     Args:
-        ddp: what it is, if it is one.
+        ddp: the model, if it is one.
     """
-    ways = [Cell(), Cell("sharded"), Cell(levels="two levels")]
-    if ddp is None or _goes_in_halves(ddp, config):
-        ways.append(Cell("split"))
-    if config.cell._replace(sizes="given") not in ways:
-        return "another way is asked for"
+    if ddp is None:
+        return "it is not in DistributedDataParallel"
     if has_groups:
         return "some ranks reduce some parameters"
     if is_folded:
         return "gradients are folded into moments"
-    if config.share and config.shard:
+    if config.share:
         return "devices are shared"
-    if config.shard and config.compression != "none":
+    if config.compression != "none":
         return "gradients are compressed"
-    if ddp is not None and any(parameter.is_complex() for parameter in ddp.parameters()):
-        # DDP's hook is shown half of each, as real numbers.
-        return "gradients are complex"
-    return ""
+    return "gradients are complex" if is_complex(ddp) else ""
+
+
+def is_complex(ddp: DistributedDataParallel) -> bool:
+    """Whether DDP's hook is shown half of some gradients, as real numbers."""
+    return any(parameter.is_complex() for parameter in ddp.parameters())
 
 
 def refuse_halves(base: dist.ProcessGroup, config: Config) -> None:
@@ -104,6 +97,8 @@ def attach_planned(
         model: ``ddp``, or what torch.compile has made of it.
         entry: what the ranks go through together.
     """
+    if not _goes_in_halves(ddp, config):
+        refuse_halves(entry.base, config)
     slots = _slots_of(ddp, optimizer)
     reduced = reduced_by(ddp)
     device = reduced[0].device

@@ -106,10 +106,8 @@ REFUSED = {
         "PluginError",
         "shard = True cannot be for this model: some ranks reduce some parameters",
     ),
-    "split": ("PluginError", "split = 'on' is not there"),
+    "split": ("PluginError", "split = 'on': gradients go in two halves between two ranks"),
     "hierarchy": ("PluginError", "hierarchy = 'on' is not there"),
-    "compression": ("PluginError", "compression = 'fp16' is not there"),
-    "share": ("PluginError", "share = 'fp16' is not there"),
     "enabled": ("PluginError", "nothing would reduce the gradients of parameters in groups"),
 }
 

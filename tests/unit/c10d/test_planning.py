@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from bytesched.config import Config
 from bytesched.errors import PluginError
 from bytesched.plugins.c10d.entry import Entry
-from bytesched.plugins.c10d.planning import attach_planned, why_not_planned
+from bytesched.plugins.c10d.planning import attach_planned, why_not_sharded
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -55,22 +55,18 @@ def sizes_of(session: Any) -> list[list[int]]:
     ("fields", "options", "why"),
     [
         ({}, {}, ""),
-        ({"policy": "fifo", "partition_bytes": 4096, "cross_barrier": False}, {}, ""),
-        ({"split": "on"}, {}, "another way is asked for"),
-        ({"shard": True}, {}, ""),
-        ({"compression": "fp16"}, {}, ""),
-        ({"compression": "fp16", "shard": True}, {}, "gradients are compressed"),
-        ({"hierarchy": "on"}, {}, ""),
+        ({"share": "x"}, {}, "devices are shared"),
+        ({"compression": "fp16"}, {}, "gradients are compressed"),
         ({}, {"has_groups": True}, "some ranks reduce some parameters"),
         ({}, {"is_folded": True}, "gradients are folded into moments"),
     ],
 )
-def test_a_ddp_is_planned_unless_another_way_is_asked_for(
+def test_why_parameters_of_a_ddp_have_no_owners(
     fields: Any, options: dict[str, bool], why: str
 ) -> None:
     ddp = DistributedDataParallel(mlp())
     options = {"has_groups": False, "is_folded": False, **options}
-    assert why_not_planned(ddp, ddp, Config(**fields), **options) == why
+    assert why_not_sharded(ddp, Config(**fields), **options) == why
 
 
 def test_it_trains_over_groups_of_its_own() -> None:
