@@ -42,8 +42,8 @@ class Owners(Protocol):
     """Ranks that update a share of the parameters each: sums go to them, and parameters come."""
 
     @property
-    def questions(self) -> Questions:
-        """What answers about gradients that owners have."""
+    def questions(self) -> Questions | None:
+        """What answers about gradients that owners have; None: nothing does."""
 
     @property
     def busy_ns(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
-from bytesched.errors import PluginError, TransportError
+from bytesched.errors import PluginError
 from bytesched.share.turn import HELD, released
 
 from ..dependency.failures import Failures
@@ -141,7 +141,7 @@ class Sending:
                     )
                 try:
                     (chunk.wire or self._wire).wait(chunk.work, chunk.name)
-                except TransportError as error:
+                except Exception as error:  # noqa: BLE001 - it is raised, here and elsewhere
                     self._failures.raise_first(error)
                 if self._coding is not None:
                     self._coding.decode(chunk)
