@@ -84,7 +84,8 @@ class Pipes:
         store: moves one chunk at a time per pipe, from a thread of ours, unless it is an
             AsyncKVStore, which is given as many as the credit allows; pulls need none if it answers
             by priority.
-        chunks: the plan; push tasks get the numbers from 0, pull tasks those that follow.
+        chunks: of the plan, to which `add` may add; push tasks get the numbers from 0, pull tasks
+            those that follow.
         on_push: the push of that chunk begins.
         on_pushed: the value of that chunk has left.
         on_pulled: the ``pull_into`` of that chunk is filled. These three on one thread.
@@ -136,6 +137,12 @@ class Pipes:
         self.pulls = scheduler(pull, pull_credit_bytes, self._pulled)
         URGENCY.join(self.pushes)
         URGENCY.join(self.pulls)
+
+    def add(self, chunk: Chunk) -> None:
+        """``chunk`` belongs to the plan from now on; its tasks get the next two numbers."""
+        index = len(self._by_index)
+        chunk.push_task.index, chunk.pull_task.index = index, index + 1
+        self._by_index[index] = self._by_index[index + 1] = chunk
 
     def push(self, chunk: Chunk) -> None:
         """``push_from`` is complete; its push task is READY."""
