@@ -66,13 +66,13 @@ def explain_optimizer(optimizer: Any) -> str:
 def sharded_state(optimizer: Any) -> ShardedState:
     """See :func:`bytesched.sharded_state`."""
     session: Any = session_of(optimizer)
-    owners = getattr(session, "owners", None)
-    if owners is None:
+    state_of = getattr(getattr(session, "owners", None), "state_of", None)
+    if state_of is None:
         raise PluginError(
             f"{type(optimizer).__name__} was not wrapped with shard=True: its state_dict() is what "
             "there is to save"
         )
-    state: ShardedState = owners.state_of(optimizer, session.synchronize_all)
+    state: ShardedState = state_of(optimizer, session.synchronize_all)
     return state
 
 

@@ -15,7 +15,7 @@ from bytesched.config import Config
 from bytesched.plugins.mpi_kvstore import open_store
 from bytesched.plugins.stores.training import begin as kvstore_training
 from bytesched.plugins.stores.training.rate import push_bytes_per_s
-from bytesched.plugins.stores.training.store_backend import StoreBackend
+from bytesched.plugins.stores.training.workers import Workers
 
 STEPS = 8
 #: sums over the batch are taken in another order
@@ -88,7 +88,7 @@ def run(kind: str, options: dict[str, Any]) -> None:
         assert not optimizer.state, "the workers have no state of their own"
     session.close()
     if not sizes and not kv.updates:
-        again = StoreBackend(kv, name="again", timeout_s=100)
+        again = Workers(kv, name="again", timeout_s=100)
         assert all(push_bytes_per_s(again, kv.num_servers) > 0 for _ in range(3))
     kv.close()
 

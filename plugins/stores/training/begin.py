@@ -18,17 +18,19 @@ from bytesched.link.bound import partition_seed_bytes
 from bytesched.link.sizes import RULES
 from bytesched.log import show
 from bytesched.trace.timeline import observers_of
+from bytesched.tunable import Setting
 
 from ...engine.beginning import add_optimizer, slots_of, stays_plain, why_whole
-from ...engine.session import Session
-from ...layout.slots import Slot
+from ...planned.bundles import Slot
 from ...update.separable import is_elementwise
 from ...warmup.agree import agree, statements
 from ..scheduled.store import ScheduledKVStore
 from .rate import push_bytes_per_s
 from .state import hyperparameters_of
-from .store_backend import StoreBackend
-from .store_session import StoreSession
+from .summed import StoreSession
+from .updated import UpdatedSession
+from .wire import StoreWire
+from .workers import Workers
 
 __all__ = ["attach", "begin", "why_plain"]
 
@@ -45,7 +47,7 @@ def why_plain(store: Any) -> str:
 
 def begin(
     optimizer: torch.optim.Optimizer, model: nn.Module, store: Any, config: Config
-) -> Session | StoreSession | None:
+) -> StoreSession | None:
     """What stands behind the wrapped optimizer; None if it stays as it was. Collective."""
     show(config.log_level, store.rank)
     if stays_plain(type(store).__name__, why_plain(store)):
@@ -59,7 +61,7 @@ def begin(
 
 def attach(
     optimizer: torch.optim.Optimizer, model: nn.Module, store: Any, config: Config
-) -> Session | StoreSession:
+) -> StoreSession:
     """A session for ``model`` whose gradients ``store`` sums, with ``optimizer``; collective.
 
     If the store was opened with ``updates``, the optimizer is the store's from now on.
@@ -71,49 +73,59 @@ def attach(
         raise PluginError(
             "the store has an optimizer already; to give it this one, open it with updates=True"
         )
+    updates = bool(getattr(store, "updates", False))
     slots = _slots(model, optimizer)
     number = _sessions[store] = _sessions.get(store, -1) + 1
-    backend = StoreBackend(store, name=f"bytesched/{number}", timeout_s=config.timeout_s)
+    workers = Workers(store, name=f"bytesched/{number}", timeout_s=config.timeout_s)
     agree(
         statements(slots, optimizer, config),
-        backend.rank,
-        is_same=backend.is_same,
-        gather=backend.gather_text,
+        workers.rank,
+        is_same=workers.is_same,
+        gather=workers.gather_text,
     )
-    config = _sized(config, slots, backend, max(getattr(store, "num_servers", 1), 1))
-    backend.broadcast([t.detach() for t in itertools.chain(model.parameters(), model.buffers())])
-    if getattr(store, "updates", False):
-        return _in_store(optimizer, model, slots, backend, config)
-    session = Session(
-        model,
-        slots,
-        config,
-        backend=backend,
-        sync=lambda: True,
-        find_unused=config.find_unused_parameters,
-        static_graph=False,
-        observers=observers_of(backend, config),
-    )
+    config = _sized(config, slots, workers, max(getattr(store, "num_servers", 1), 1))
+    workers.broadcast([t.detach() for t in itertools.chain(model.parameters(), model.buffers())])
+    if updates:
+        _refuse_in_store(optimizer, slots, config)
+    wire = StoreWire(workers, config)
+    observers = observers_of(workers, config)
+    setting = Setting(config.partition_bytes, config.credit_bytes, config.policy)
+    # The wire itself puts what is ready in order, so that there is nothing to plan.
+    config = replace(config, policy="fifo")
+    session: StoreSession
+    if updates:
+        session = UpdatedSession(
+            model, slots, optimizer, config, wire, observers, setting=setting, workers=workers
+        )
+    else:
+        session = StoreSession(
+            model,
+            slots,
+            config,
+            wire,
+            observers,
+            setting=setting,
+            divisor=workers.size,
+            sync=lambda: True,
+            find_unused=config.find_unused_parameters,
+        )
     try:
         why = why_whole(model, optimizer, type(optimizer), config)
         add_optimizer(session, optimizer, type(optimizer), why)
+        if updates:
+            store.set_optimizer(type(optimizer).__name__, **hyperparameters_of(optimizer))
     except PluginError:
         session.close()
         raise
     return session
 
 
-def _in_store(
-    optimizer: torch.optim.Optimizer,
-    model: nn.Module,
-    slots: list[Slot],
-    backend: StoreBackend,
-    config: Config,
-) -> StoreSession:
-    name = type(optimizer).__name__
+def _refuse_in_store(optimizer: torch.optim.Optimizer, slots: list[Slot], config: Config) -> None:
+    """Raises PluginError for what a store cannot update."""
     if not is_elementwise(type(optimizer)):
         raise PluginError(
-            f"{name} cannot update parts of a parameter: let the workers update (updates=False)"
+            f"{type(optimizer).__name__} cannot update parts of a parameter: let the workers "
+            "update (updates=False)"
         )
     if config.share:
         raise PluginError(
@@ -124,14 +136,9 @@ def _in_store(
     managed = {id(p) for group in optimizer.param_groups for p in group["params"]}
     if strays := [slot.name for slot in slots if id(slot.parameter) not in managed]:
         raise PluginError(f"a store that updates, updates all: {strays[0]!r} has no optimizer")
-    session = StoreSession(
-        model, slots, optimizer, config, backend=backend, observers=observers_of(backend, config)
-    )
-    backend.store.set_optimizer(name, **hyperparameters_of(optimizer))
-    return session
 
 
-def _sized(config: Config, slots: list[Slot], backend: StoreBackend, servers: int) -> Config:
+def _sized(config: Config, slots: list[Slot], workers: Workers, servers: int) -> Config:
     """``config`` with the sizes of chunks and windows that it leaves open; collective."""
     rule, chunks = RULES["store"], chunks_on_their_way(servers)
     best_bytes = 0
@@ -140,7 +147,7 @@ def _sized(config: Config, slots: list[Slot], backend: StoreBackend, servers: in
         best_bytes = partition_seed_bytes(
             total_bytes=sum(slot.parameter.nbytes for slot in slots),
             overhead_s=rule.overhead_s,
-            bytes_per_s=push_bytes_per_s(backend, servers),
+            bytes_per_s=push_bytes_per_s(workers, servers),
             credit_partitions=2 * chunks + 2,
         )
     partition_bytes, credit_bytes = rule.sizes(

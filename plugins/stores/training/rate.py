@@ -7,7 +7,7 @@ from typing import Final
 
 import torch
 
-from .store_backend import StoreBackend
+from .workers import Workers
 
 __all__ = ["push_bytes_per_s"]
 
@@ -16,7 +16,7 @@ _PROBE_BYTES: Final = 2**20
 _ROUNDS: Final = 4
 
 
-def push_bytes_per_s(backend: StoreBackend, servers: int) -> float:
+def push_bytes_per_s(workers: Workers, servers: int) -> float:
     """The rate of one worker's pushes, the same on all workers; collective.
 
     As many keys as servers are pushed, and pulled when they are there: every byte passes twice.
@@ -27,12 +27,12 @@ def push_bytes_per_s(backend: StoreBackend, servers: int) -> float:
     for _ in range(_ROUNDS):
         # The sum before has ended everywhere at nearly the same moment.
         began_s = perf_counter()
-        works = [backend.sum(probe, key) for probe, key in zip(probes, keys, strict=True)]
+        works = [workers.sum(probe, key) for probe, key in zip(probes, keys, strict=True)]
         for work, key in zip(works, keys, strict=True):
-            backend.wait(work, task=key)
+            workers.wait(work, task=key)
         rounds_s.append(perf_counter() - began_s)
     for probe, key in zip(reversed(probes), reversed(keys), strict=True):
-        backend.forget(probe, key)
+        workers.forget(probe, key)
     mine = 2 * servers * _PROBE_BYTES / min(rounds_s[1:])
     # A worker that starts late sees a free link.
-    return min(float(text) for text in backend.gather_text("rate", repr(mine)))
+    return min(float(text) for text in workers.gather_text("rate", repr(mine)))

@@ -2,106 +2,113 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from bytesched.errors import PluginError
-from bytesched.kvstore.pipes import Chunk
 
-from ...layout.plan import Plan
-from ...layout.slots import Slot
+from ...planned.buckets import Bucket, Chunk, Member
 from ...update.frozen import snapshot
 
 __all__ = [
+    "Piece",
     "gathered_state",
     "hyperparameters_of",
-    "numbered_state",
+    "pieces_of",
     "scatter_state",
     "send_values",
 ]
 
 
-def gathered_state(
-    store: Any, plan: Plan, chunks: Sequence[Chunk]
-) -> dict[Slot, dict[str, torch.Tensor]]:
+@dataclass(eq=False)
+class Piece:
+    """What one key of the store stands for."""
+
+    chunk: Chunk
+    #: parameters in it, each from one element to another in the order of its memory
+    slices: list[tuple[Member, int, int]]
+    key: str = ""
+
+
+def pieces_of(bucket: Bucket) -> Iterator[Piece]:
+    """One for each chunk."""
+    stop = 0
+    for chunk in bucket.chunks:
+        start, stop = stop, stop + chunk.sent.numel()
+        slices = []
+        begin = 0
+        for member in bucket.members:
+            end = begin + member.view.numel()
+            if max(start, begin) < min(stop, end):
+                slices.append((member, max(start, begin) - begin, min(stop, end) - begin))
+            begin = end
+        yield Piece(chunk, slices)
+
+
+def gathered_state(store: Any, pieces: Iterable[Piece]) -> dict[nn.Parameter, dict[str, Any]]:
     """The store's state of every parameter, as torch.optim has it."""
-    entries: dict[Slot, dict[str, torch.Tensor]] = {slot: {} for slot in plan.slots}
-    for chunk in chunks:
-        index = chunk.push_task.index
-        size = plan.buffers[index].numel()
-        state = store.get_state(chunk.key)
+    entries: dict[nn.Parameter, dict[str, Any]] = {}
+    for piece in pieces:
+        size = piece.chunk.sent.numel()
+        state = store.get_state(piece.key)
         del state["value"]
-        start_at = 0
-        for slice_ in plan.slices[index]:
-            count = slice_.stop_at - slice_.start_at
-            entry = entries[slice_.slot]
+        at = 0
+        for member, start, stop in piece.slices:
+            entry = entries.setdefault(member.parameter, {})
             for name, tensor in state.items():
                 if tensor.numel() != size or tensor.dim() == 0:
                     entry[name] = tensor.clone()
                     continue
                 if name not in entry:
-                    entry[name] = torch.empty_like(slice_.slot.view, dtype=tensor.dtype)
-                flat = _flat(entry[name])
-                flat[slice_.start_at : slice_.stop_at] = tensor[start_at : start_at + count]
-            start_at += count
+                    entry[name] = torch.empty_like(member.view, dtype=tensor.dtype)
+                _flat(entry[name])[start:stop] = tensor[at : at + stop - start]
+            at += stop - start
     return entries
 
 
 def scatter_state(
-    store: Any, plan: Plan, chunks: Sequence[Chunk], state: Mapping[Any, Mapping[str, Any]]
+    store: Any, pieces: Iterable[Piece], state: Mapping[Any, Mapping[str, Any]]
 ) -> None:
     """Gives the store the state, and the values, of worker 0; collective."""
-    for chunk in chunks:
-        slices = plan.slices[chunk.push_task.index]
-        entries: dict[str, torch.Tensor] = {"value": _value(plan, chunk)}
-        for name, first in state.get(slices[0].slot.parameter, {}).items():
-            slot = slices[0].slot
+    for piece in pieces:
+        entries: dict[str, torch.Tensor] = {"value": _value(piece)}
+        leading = piece.slices[0][0]
+        for name, first in state.get(leading.parameter, {}).items():
             first = torch.as_tensor(first)
-            if first.dim() == 0 or first.numel() != slot.view.numel():
+            if first.dim() == 0 or first.numel() != leading.view.numel():
                 entries[name] = first
                 continue
             parts = []
-            for slice_ in slices:
-                same = torch.empty_like(slice_.slot.view, dtype=first.dtype)
-                same.copy_(torch.as_tensor(state[slice_.slot.parameter][name]))
-                parts.append(_flat(same)[slice_.start_at : slice_.stop_at])
+            for member, start, stop in piece.slices:
+                same = torch.empty_like(member.view, dtype=first.dtype)
+                same.copy_(torch.as_tensor(state[member.parameter][name]))
+                parts.append(_flat(same)[start:stop])
             entries[name] = torch.cat(parts)
-        store.set_state(chunk.key, entries)
+        store.set_state(piece.key, entries)
 
 
-def send_values(store: Any, plan: Plan, chunks: Sequence[Chunk]) -> None:
+def send_values(store: Any, pieces: Iterable[Piece]) -> None:
     """Gives the store the parameters of worker 0, which were changed there; collective."""
-    for chunk in chunks:
-        store.set_state(chunk.key, {"value": _value(plan, chunk)})
+    for piece in pieces:
+        store.set_state(piece.key, {"value": _value(piece)})
 
 
-def _value(plan: Plan, chunk: Chunk) -> torch.Tensor:
-    """The parameters in a chunk, in the order of its memory."""
+def _value(piece: Piece) -> torch.Tensor:
+    """The parameters in a piece, in the order of its memory."""
     parts = []
-    for slice_ in plan.slices[chunk.push_task.index]:
-        same = torch.empty_like(slice_.slot.view).copy_(slice_.slot.parameter.detach())
-        parts.append(_flat(same)[slice_.start_at : slice_.stop_at])
+    for member, start, stop in piece.slices:
+        same = torch.empty_like(member.view).copy_(member.parameter.detach())
+        parts.append(_flat(same)[start:stop])
     return torch.cat(parts)
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
     """The elements of a dense tensor in the order of its memory."""
     return tensor.as_strided((tensor.numel(),), (1,))
-
-
-def numbered_state(
-    optimizer: torch.optim.Optimizer, entries: dict[Slot, dict[str, Any]]
-) -> dict[int, dict[str, Any]]:
-    """``entries`` by the numbers of their parameters, as a state dict has them."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    by_parameter = {id(slot.parameter): entry for slot, entry in entries.items()}
-    return {
-        number: by_parameter[id(parameter)]
-        for number, parameter in enumerate(parameters)
-        if by_parameter.get(id(parameter))
-    }
 
 
 def hyperparameters_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:

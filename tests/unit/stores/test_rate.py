@@ -14,7 +14,7 @@ from bytesched.kvstore import Key, LocalKVStore
 from bytesched.kvstore.pipes import chunks_on_their_way
 from bytesched.plugins.stores.training import begin as kvstore_training
 from bytesched.plugins.stores.training.rate import push_bytes_per_s
-from bytesched.plugins.stores.training.store_backend import StoreBackend
+from bytesched.plugins.stores.training.workers import Workers
 
 PAGE_BYTES = 4096
 
@@ -31,7 +31,7 @@ def sizes(
     class Spread(LocalKVStore):
         num_servers = servers
 
-    def rate(peers: StoreBackend, servers: int) -> float:
+    def rate(peers: Workers, servers: int) -> float:
         assert bytes_per_s, "the store was probed"
         return bytes_per_s
 
@@ -40,8 +40,10 @@ def sizes(
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     config = Config(timeout_s=TIMEOUT_S, **settings)  # type: ignore[arg-type]
     session = kvstore_training.attach(optimizer, model, Spread(), config)
-    model(torch.ones(1, width)).sum().backward()
-    optimizer.step()
+    for _ in range(2):
+        # Figures are of rounds after the first one.
+        model(torch.ones(1, width)).sum().backward()
+        optimizer.step()
     session.flush()
     stats = session.stats()
     session.close()
@@ -100,7 +102,7 @@ def test_workers_measure_one_rate_and_delete_the_probes(servers: int) -> None:
     views = LocalKVStore.group(2, timeout_s=TIMEOUT_S)
 
     def measure(rank: int) -> float:
-        peers = StoreBackend(Watched(views[rank]), name="s", timeout_s=TIMEOUT_S)
+        peers = Workers(Watched(views[rank]), name="s", timeout_s=TIMEOUT_S)
         return push_bytes_per_s(peers, servers)
 
     first, second = together(measure)
@@ -123,7 +125,7 @@ def test_a_store_that_keeps_its_keys_can_be_measured_twice() -> None:
     views = LocalKVStore.group(2, timeout_s=TIMEOUT_S)
 
     def measure(rank: int) -> list[float]:
-        peers = StoreBackend(Keeping(views[rank]), name="s", timeout_s=TIMEOUT_S)
+        peers = Workers(Keeping(views[rank]), name="s", timeout_s=TIMEOUT_S)
         return [push_bytes_per_s(peers, 1) for _ in range(2)]
 
     first, second = together(measure)

@@ -1,8 +1,9 @@
-"""Torch trained through a store within one process: the carrier of a store, and its errors."""
+"""Torch trained through a store within one process: sums, their errors, and figures."""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,11 +14,45 @@ from torch import Tensor, nn
 from bytesched.config import Config
 from bytesched.errors import TransportError
 from bytesched.kvstore import Key, LocalKVStore
+from bytesched.plugins.planned import session as planned_session
+from bytesched.plugins.proxies.passes import Watcher, watch_passes
 from bytesched.plugins.stores.training import begin as kvstore_training
 
 STEPS = 5
 TIMEOUT_S = 100.0
 SMALL = Config(partition_bytes=256, credit_bytes=512, timeout_s=TIMEOUT_S)
+
+
+class OwnPasses:
+    """Tells a session of backward passes of the thread that has made it."""
+
+    def __init__(self, watcher: Watcher) -> None:
+        self._watcher = watcher
+        self._thread = threading.get_ident()
+
+    def backward_begins(self) -> None:
+        if threading.get_ident() == self._thread:
+            self._watcher.backward_begins()
+
+    def backward_ends(self) -> None:
+        if threading.get_ident() == self._thread:
+            self._watcher.backward_ends()
+
+    def backward_failed(self, error: BaseException) -> BaseException:
+        is_own = threading.get_ident() == self._thread
+        return self._watcher.backward_failed(error) if is_own else error
+
+
+@pytest.fixture(autouse=True)
+def workers_are_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As processes have passes of their own: a session lands before every pass that it sees."""
+    kept: list[OwnPasses] = []
+
+    def watch(watcher: Watcher) -> Callable[[], None]:
+        kept.append(OwnPasses(watcher))
+        return watch_passes(kept[-1])
+
+    monkeypatch.setattr(planned_session, "watch_passes", watch)
 
 
 def mlp(seed: int = 7) -> nn.Sequential:
