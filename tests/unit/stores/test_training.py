@@ -139,6 +139,24 @@ def test_two_workers_have_the_bits_of_their_mean_and_one_scheduling_thread_each(
         assert all(map(torch.equal, expected, model.parameters()))
 
 
+def test_compressed_gradients_are_rounded_on_their_way() -> None:
+    rounded, model = mlp(), mlp()
+    plain, optimizer = sgd(rounded), sgd(model)
+    config = Config(**{**SMALL.__dict__, "compression": "bf16"})
+    session = kvstore_training.attach(optimizer, model, LocalKVStore(), config)
+    train(model, optimizer, 0, range(STEPS))
+    session.flush()
+    for step in range(STEPS):
+        plain.zero_grad()
+        rounded(inputs(step, 0)).square().mean().backward()
+        for parameter in rounded.parameters():
+            assert parameter.grad is not None
+            parameter.grad = parameter.grad.bfloat16().float()
+        plain.step()
+    assert all(map(torch.equal, rounded.parameters(), model.parameters()))
+    session.close()
+
+
 def test_an_error_of_the_store_is_raised_where_the_user_waits() -> None:
     views = [View(view) for view in LocalKVStore.group(2, timeout_s=TIMEOUT_S)]
     models = [mlp(), mlp()]
