@@ -38,12 +38,8 @@ class Figures(TypedDict):
     """Chunk size in use, given or chosen."""
     credit_bytes: int
     """Credit in use, given or chosen."""
-    scheduler_cpu_us_per_chunk: float
-    """CPU time of choosing the next chunk and telling the other ranks."""
-    hook_us_per_parameter: float
-    """Time that the backward pass spends in hooks."""
     update_ms: float
-    """Time of the optimizer, on its own thread."""
+    """Time in which parameters were updated."""
     model: str
     """Class of the model."""
     mode: str

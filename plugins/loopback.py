@@ -17,7 +17,7 @@ from bytesched.errors import PeerLost, PluginError, SchedulerTimeout
 from bytesched.observe import Observers
 from bytesched.tunable import Setting
 
-from .engine.beginning import add_optimizer, slots_of, why_whole
+from .planned.beginning import add_optimizer, slots_of, why_whole
 from .planned.bundles import Slot
 from .planned.hooked_session import HookedSession
 from .planned.wire import HOST

@@ -16,7 +16,7 @@ from bytesched.observe import Observer, Observers
 
 from ..c10d.hooked import setting_of
 from ..c10d.joining import Joining
-from ..engine.beginning import add_optimizer, why_whole
+from ..planned.beginning import add_optimizer, why_whole
 from ..planned.bundles import Slot
 from ..planned.hooked_session import HookedSession
 from ..planned.wire import GroupWire

@@ -25,7 +25,6 @@ from bytesched.task import CommTask
 from bytesched.transport import Done
 
 from ..dependency.progress import Progress
-from ..routes.group_backend import C10dBackend
 from ..routes.groups.group import Group
 from ..routes.groups.messages import Messages
 from ..routes.groups.waiter import Waiter
@@ -110,7 +109,7 @@ class Moves:
         self._group = group
         self._observers = observers
         self._messages = Messages(group)
-        self._progress = Progress(C10dBackend(group, group))
+        self._progress = Progress(group)
         self._progress.look = self._messages.lost
         self._by_index: dict[int, Move] = {}
         self._lane = Waiter(self._messages, "bytesched-moves")

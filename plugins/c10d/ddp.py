@@ -15,10 +15,10 @@ from bytesched.config import Config
 from bytesched.errors import PluginError
 from bytesched.log import show
 
-from ..engine import beginning
-from ..engine.beginning import add_optimizer, stays_plain
 from ..left import name_of_ddp
 from ..moments.folding import Accumulation
+from ..planned import beginning
+from ..planned.beginning import add_optimizer, stays_plain
 from ..planned.hooked_session import HookedSession
 from ..planned.session import PlannedSession
 from ..proxies.passes import IN_A_CONTEXT, are_in_a_context

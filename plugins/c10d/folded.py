@@ -12,11 +12,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bytesched.config import Config
 
-from ..engine.beginning import slots_of
 from ..moments.folding import Accumulation
 from ..moments.refusals import folding_statements
 from ..moments.session import FoldedSession
 from ..moments.slots import MomentSlot
+from ..planned.beginning import slots_of
 from ..planned.wire import GroupWire
 from ..routes.groups.opening import kind_of
 from ..warmup.agree import statements

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bytesched.config import Config
 
-from ..engine.beginning import slots_of
+from ..planned.beginning import slots_of
 from ..planned.bundles import Slot
 from ..planned.hooked_session import HookedSession
 from ..planned.wire import GroupWire, LoneWire, Summing

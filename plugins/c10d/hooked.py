@@ -13,7 +13,7 @@ from bytesched.config import Config
 from bytesched.errors import PluginError
 from bytesched.tunable import Setting
 
-from ..engine.beginning import slots_of
+from ..planned.beginning import slots_of
 from ..planned.bundles import Slot
 from ..planned.hooked_session import HookedSession
 from ..planned.wire import GroupWire

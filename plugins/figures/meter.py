@@ -11,7 +11,6 @@ from typing import NamedTuple
 from bytesched.observe import Observers
 from bytesched.tunable import Setting
 
-from ..routes.carrier import Traffic
 from .causes import Causes
 
 __all__ = ["Meter", "Moment"]
@@ -70,8 +69,6 @@ class Meter:
         #: why sums of this round were awaited inside backward
         self.landed_because = ""
         self._steps = 0
-        #: time spent in the gradient hooks
-        self.hook_ns = 0
         #: rounds after the warm-up
         self.rounds = 0
         #: a round has been settled
@@ -232,7 +229,7 @@ class Meter:
             args = {"bundles": bundles}
             self._observers.on_span("update", f"update {name}", began_ns, now_ns, args)
 
-    def figures(self, traffic: Traffic) -> dict[str, int | float | str]:
+    def figures(self) -> dict[str, int | float | str]:
         """The figures of ``bytesched.stats()``, per iteration where they are times."""
         iterations = max(self._iterations, 1)
         figures: dict[str, int | float | str] = {
@@ -248,8 +245,6 @@ class Meter:
             "chunks": self._chunks,
             "partition_bytes": self._partition_bytes,
             "credit_bytes": self._credit_bytes,
-            "scheduler_cpu_us_per_chunk": traffic.cpu_ns / 1e3 / max(traffic.chunks, 1),
-            "hook_us_per_parameter": self.hook_ns / 1e3 / max(self.rounds * self._parameters, 1),
             "update_ms": self._update_ns / _MS / iterations,
         }
         for name, ns in self._wait_ns.most_common(_WORST):

@@ -22,9 +22,9 @@ from bytesched.log import show
 from bytesched.trace.timeline import observers_of
 from bytesched.tunable import Setting
 
-from ..engine import beginning
-from ..engine.beginning import add_optimizer, stays_plain
 from ..left import name_of_horovods
+from ..planned import beginning
+from ..planned.beginning import add_optimizer, stays_plain
 from ..planned.bundles import Slot
 from ..planned.hooked_session import HookedSession
 from ..registry import announce

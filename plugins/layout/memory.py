@@ -1,56 +1,10 @@
-"""Whose memory a gradient lies in."""
+"""Where the elements of a tensor lie in memory."""
 
 from __future__ import annotations
 
-from sys import getrefcount
-
 import torch
-from torch import nn
 
-from ..proxies.lazy_grads import has_aliases
-
-__all__ = ["is_dense", "is_gradient_shared", "is_laid_out_as", "lies_over", "shaped"]
-
-
-def is_laid_out_as(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    """True if both have the same elements at the same places of their memory, in one dtype."""
-    if tensor.dtype is not other.dtype or tensor.shape != other.shape:
-        return False
-    strides, others = tensor.stride(), other.stride()
-    return strides == others or all(
-        one == another
-        for size, one, another in zip(tensor.shape, strides, others, strict=True)
-        if size > 1
-    )
-
-
-def lies_over(tensor: torch.Tensor, memory: torch.Tensor) -> bool:
-    """True if ``tensor`` is the very elements of ``memory``; does not wait for a lazy gradient."""
-    with torch._C.DisableTorchFunctionSubclass():
-        if tensor.data_ptr() != memory.data_ptr():
-            return False
-        # Nearly always: no call for those.
-        is_alike = tensor.shape == memory.shape and tensor.stride() == memory.stride()
-        return (is_alike and tensor.dtype is memory.dtype) or is_laid_out_as(tensor, memory)
-
-
-def is_gradient_shared(parameter: nn.Parameter) -> bool:
-    """True if the script has ``parameter.grad`` under another name, or sees its memory."""
-    if getrefcount(parameter.grad) > _REFERENCES:
-        return True
-    grad = parameter.grad
-    # At version 0 the backward pass has just made it.
-    return grad is not None and grad._version > 0 and has_aliases(grad)
-
-
-def _references() -> int:
-    """What getrefcount returns for the gradient of a parameter that nothing else refers to."""
-    parameter = nn.Parameter(torch.zeros(1, device="cpu"))
-    parameter.grad = torch.zeros(1, device="cpu")
-    return getrefcount(parameter.grad)
-
-
-_REFERENCES = _references()
+__all__ = ["elements", "is_dense", "shaped"]
 
 
 def shaped(flat: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
@@ -74,3 +28,13 @@ def is_dense(tensor: torch.Tensor) -> bool:
                 return False
             expected *= size
     return True
+
+
+def elements(tensor: torch.Tensor, like: torch.Tensor, start_at: int, stop_at: int) -> torch.Tensor:
+    """Elements of ``tensor``, in the order that they have in memory in ``like``.
+
+    ``like`` has the same shape and is dense. A view where strides are equal.
+    """
+    if tensor.stride() != like.stride():
+        tensor = torch.empty_like(like, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+    return tensor.as_strided((stop_at - start_at,), (1,), tensor.storage_offset() + start_at)

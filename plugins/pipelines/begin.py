@@ -17,8 +17,8 @@ from ..c10d.ddp import why_kept, why_sparse
 from ..c10d.entry import Entry
 from ..c10d.hooked import join_hooked
 from ..c10d.planning import refuse_halves
-from ..engine import beginning
-from ..engine.beginning import add_optimizer, slots_of, stays_plain
+from ..planned import beginning
+from ..planned.beginning import add_optimizer, slots_of, stays_plain
 from ..planned.bundles import Slot
 from ..planned.hooked_session import HookedSession
 from ..registry import sessions

@@ -15,7 +15,7 @@ from bytesched.tunable import Setting
 from ..dependency.failures import Failures
 from ..figures.meter import Meter
 from ..queries.operations import ASKING
-from ..routes.carrier import Traffic
+from ..warmup.retuning import Traffic
 from .buckets import Bucket, Chunk, Member
 from .bundles import Slot
 from .clocks import Clock

@@ -23,7 +23,6 @@ from ..dependency.failures import Failures
 from ..figures.unseen import ROUNDING, UNSEEN
 from ..proxies.entries import guard_entries
 from ..proxies.passes import watch_passes
-from ..routes.carrier import Traffic
 from ..update.deferred import Deferred
 from ..update.stepping import Stepping
 from .bundles import Slot
@@ -434,7 +433,7 @@ class PlannedSession(ABC):
     def stats(self) -> dict[str, int | float | str]:
         """Figures since the first rounds: those of `bytesched.figures.Figures`."""
         return {
-            **self._meter.figures(Traffic()),
+            **self._meter.figures(),
             "model": self._name,
             "mode": self.mode,
             "order": self._rounds.order,

@@ -5,12 +5,10 @@ from __future__ import annotations
 from .compiling import exclude_compiler, has_compiled
 from .first_use import FirstUse
 from .hooks import StayingForwardHook, StayingHook, gate
-from .lazy_grads import LazyGrad
 from .pending import PendingParameter, hold, is_held, release
 
 __all__ = [
     "FirstUse",
-    "LazyGrad",
     "PendingParameter",
     "StayingForwardHook",
     "StayingHook",

@@ -16,9 +16,9 @@ import torch
 from torch import nn
 
 from ..registry import sessions
-from .lazy_grads import LazyGrad, keep_apart, plain, ready
 from .pending import PendingParameter
 from .pending_grads import PendingGrad
+from .ready import ready
 
 __all__ = ["guard_entries"]
 
@@ -81,7 +81,7 @@ def guard_entries() -> None:
     torch.Tensor._make_subclass = staticmethod(  # type: ignore[method-assign]
         _waiting(torch.Tensor._make_subclass)
     )
-    for kind in (PendingParameter, LazyGrad, PendingGrad):
+    for kind in (PendingParameter, PendingGrad):
         ForkingPickler.register(kind, _for_processes(kind))
 
 
@@ -97,9 +97,6 @@ def _waiting(function: Callable[..., Any]) -> Callable[..., Any]:
             ready(args)
             if kwargs:
                 ready(kwargs)
-            if args and type(args[0]) is LazyGrad:
-                # Its address may be given away.
-                keep_apart(args[0])
         return function(*args, **kwargs)
 
     return call
@@ -123,11 +120,8 @@ def _for_parameters(new: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(new)
     def call(cls: Any, data: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if type(data) in (PendingParameter, LazyGrad, PendingGrad):
+        if type(data) in (PendingParameter, PendingGrad):
             ready(data)
-            if type(data) is LazyGrad:
-                keep_apart(data)
-            data = plain(data)
         return new(cls, data, *args, **kwargs)
 
     return call
@@ -141,8 +135,6 @@ def _for_processes(kind: type[torch.Tensor]) -> Callable[[torch.Tensor], Any]:
 
     def call(tensor: torch.Tensor) -> Any:
         ready(tensor)
-        if type(tensor) is LazyGrad:
-            keep_apart(tensor)
-        return reduce(plain(tensor))
+        return reduce(tensor)
 
     return call

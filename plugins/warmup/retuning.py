@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Protocol
 
 from bytesched.tunable import Decision, RunFacts, Setting, Steps, Tuner
 
-from ..routes.carrier import Traffic
 from .probing import FromLeader
 
-__all__ = ["DECISION", "NEVER", "Decisions", "Retuning"]
+__all__ = [
+    "DECISION",
+    "NEVER",
+    "Decisions",
+    "Retuning",
+    "Traffic",
+]
 
 log = logging.getLogger("bytesched")
 
@@ -87,6 +93,16 @@ class Clock(Protocol):
 
     def seconds(self, began: Any, ended: Any) -> float:
         """From one moment to another; returns when both have come."""
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """What has been carried since the start."""
+
+    #: time in which something was on the wire
+    busy_ns: int = 0
+    chunks: int = 0
+    nbytes: int = 0
 
 
 class Retuning:

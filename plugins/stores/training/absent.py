@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -53,7 +53,7 @@ class UpdatedSource(HookSource):
         # The store has no keys.
         self.is_synced = False
 
-    def lay_out(self, order: Iterable[int]) -> None:
+    def lay_out(self, order: Sequence[int]) -> None:
         """Buckets of parameters in ``order`` of their gradients; no round is open."""
         self._lay_out(order)
         self._listener.layout_changes()

@@ -20,7 +20,7 @@ from bytesched.log import show
 from bytesched.trace.timeline import observers_of
 from bytesched.tunable import Setting
 
-from ...engine.beginning import add_optimizer, slots_of, stays_plain, why_whole
+from ...planned.beginning import add_optimizer, slots_of, stays_plain, why_whole
 from ...planned.bundles import Slot
 from ...update.separable import is_elementwise
 from ...warmup.agree import agree, statements

@@ -96,7 +96,7 @@ class UpdatedSession(StoreSession):
         self._gates.are_learned()
         place = {id(slot): index for index, slot in enumerate(self._slots)}
         used = [place[id(slot)] for bundle in self._updates.bundles for slot in bundle.slots]
-        self.source.lay_out(reversed(self._workers.leaders(used, "order")))
+        self.source.lay_out(list(reversed(self._workers.leaders(used, "order"))))
         self.owners.open(self.source.buckets)
         self._move_state()
 

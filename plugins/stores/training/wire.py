@@ -52,6 +52,7 @@ class StoreWire:
     """
 
     levels = 1
+    sees_ends = True
     has_streams = False
 
     def __init__(self, workers: Workers, config: Config) -> None:

@@ -22,7 +22,6 @@ from bytesched.log import show
 from ...c10d.carrying import broadcast
 from ...c10d.joining import joining
 from ...dependency.progress import Progress
-from ...routes.group_backend import C10dBackend
 from ...warmup.agree import settings
 from ..conditions import refuse_uncuttable
 from .cutting import cut
@@ -104,8 +103,7 @@ class ModelWaves:
         self._optimizer = optimizer
         self._update = update
         self._loss_fn = loss_fn
-        self._backend = C10dBackend(self._group, self._group)
-        self._progress = Progress(self._backend)
+        self._progress = Progress(self._group)
         self._traffic = Traffic(
             self._group,
             self.stages,
@@ -215,7 +213,7 @@ class ModelWaves:
             return
         self._closed = True
         self._traffic.close()
-        self._backend.close()
+        self._group.close()
         self._observers.close()
 
     def _train(self, inputs: Tensor, targets: Any) -> Tensor:

@@ -8,7 +8,7 @@ from torch import nn
 
 from bytesched.config import Config
 from bytesched.errors import PluginError
-from bytesched.plugins.engine.beginning import slots_of, stays_plain, why_whole
+from bytesched.plugins.planned.beginning import slots_of, stays_plain, why_whole
 from bytesched.plugins.planned.bundles import Slot
 
 
