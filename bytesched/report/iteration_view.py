@@ -79,7 +79,7 @@ def _link(sends: list[Span], start_ms: float, end_ms: float) -> list[tuple[Inter
         if finish_ms > begin_ms:
             chunk = int(span.args.get("chunk", 0))
             # They count as backward computes them.
-            part = (1 - (chunk + 1) / chunks, 1 - chunk / chunks)
+            part = ((chunks - chunk - 1) / chunks, (chunks - chunk) / chunks)
             turns.append(((begin_ms - start_ms, finish_ms - start_ms), part))
             free_ms = finish_ms
     return turns
