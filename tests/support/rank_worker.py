@@ -37,7 +37,7 @@ LOOPBACK = "127.0.0.1"
 #: as the interpreter found it
 IMPORT_PATH = sys.path[1:]
 #: what a training imports: by the server, so that its ranks need not
-OURS = ("bytesched", "bytesched.plugins.c10d.ddp", "bytesched.plugins.engine.session")
+OURS = ("bytesched", "bytesched.plugins.c10d.ddp")
 _signals: Signals | None = None
 
 
@@ -265,8 +265,8 @@ def main() -> None:
     for module in OURS:
         importlib.import_module(module)
     # How fast this machine is makes no difference to a test, and takes a second to measure well.
-    first_round = sys.modules["bytesched.plugins.warmup.first_round"]
-    vars(first_round).update(_TRIES=1, _SHORT_TRIES=1)
+    probing = sys.modules["bytesched.plugins.warmup.probing"]
+    vars(probing).update(_TRIES=1, _SHORT_TRIES=1)
     launch = serve(Connection(int(sys.argv[1])))
     if launch is None:
         return
