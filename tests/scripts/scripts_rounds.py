@@ -31,8 +31,8 @@ from torch.utils.checkpoint import checkpoint
 from training import Job, adamw, sgd, train
 
 from bytesched.plugins.c10d import ddp as ddps
+from bytesched.plugins.planned import ddp_session
 from bytesched.plugins.planned import guard as guards
-from bytesched.plugins.planned import session as sessions
 from bytesched.plugins.planned.wire import GroupWire
 from bytesched.verdict import Comparison, Verdict
 
@@ -666,7 +666,7 @@ def in_a_context(job: Job, views: bool, first: int) -> None:
     with mock.patch.object(ddps, "are_in_a_context", return_value=not first):
         optimizer = job.wrap(adamw(model), model)
     looped(job, model, optimizer, steps=first)
-    with mock.patch.object(sessions, "are_in_a_context", return_value=True):
+    with mock.patch.object(ddp_session, "are_in_a_context", return_value=True):
         looped(job, model, optimizer, first_step=first)
     job.record_state(model, optimizer)
 
