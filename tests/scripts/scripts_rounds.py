@@ -1026,6 +1026,21 @@ def complex_numbers(job: Job, views: bool) -> None:
     usual(job, Waves(), views, make=sgd)
 
 
+def complex_and_accumulated(job: Job, views: bool) -> None:
+    """Every other pass under `no_sync`, and real gradients are clipped."""
+    model = ddp(job, Waves(), views)
+    optimizer = job.wrap(sgd(model), model)
+    for step in range(STEPS):
+        for micro in range(2):
+            with model.no_sync() if micro == 0 else contextlib.nullcontext():
+                loss_of(model, batch(job, 2 * step + micro)).backward()
+        clip_grad_norm_(model.module.front.parameters(), 0.1)
+        job.record("gradients", gradients(model))
+        optimizer.step()
+        optimizer.zero_grad()
+    job.record_state(model, optimizer)
+
+
 class Normalised(nn.Module):
     """Buffers that the first rank sends to all before each forward pass."""
 
