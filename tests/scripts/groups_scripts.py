@@ -229,7 +229,7 @@ def compressed(job: Job, ways: int, wire: str) -> None:
 
     def short(gradient: Tensor) -> Tensor:
         """Such that four of them have one sum in the wire's dtype, in whatever order."""
-        return ((gradient * 2**bits).round() / 2**bits).clamp(-0.5, 0.5)
+        return ((gradient * 2.0**bits).round() / 2.0**bits).clamp(-0.5, 0.5)
 
     def reduce() -> None:
         for parameter in training.model.expert_parameters() if training.by_hand else ():
