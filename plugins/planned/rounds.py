@@ -162,6 +162,8 @@ class Rounds:
         self.meter = Meter(observers, len(slots), self._busy_ns)
         self.meter.changed(0, setting)
         coding = coding_of(config.compression, divisor)
+        if coding is not None and any(slot.parameter.is_complex() for slot in slots):
+            log.info("compression = %r: complex gradients are sent as they are", config.compression)
         self.sending = Sending(wire, failures, self.meter, self.planning, coding)
         named: dict[str, Any] = {
             "rank": wire.rank,
