@@ -10,7 +10,6 @@ from training import Job
 
 import bytesched.plugins.wrapping as wrapping
 from bytesched.config import Config
-from bytesched.plugins.engine import session as sessions
 from bytesched.plugins.planned import tuned
 from bytesched.tunable import Decision, RunFacts, Setting, Steps, Tuner, find_tuner
 
@@ -128,4 +127,4 @@ def replace_tuner(
 ) -> None:
     """Who is asked for a tuner when a session begins, and when its optimizer is wrapped."""
     vars(wrapping)["find_tuner"] = checked
-    vars(sessions)["find_tuner"] = vars(tuned)["find_tuner"] = made
+    vars(tuned)["find_tuner"] = made

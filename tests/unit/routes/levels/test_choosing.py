@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 
 import pytest
-from backends import part_of
+from level_ranks import part_of
 from fake_gloo import FakeGloo, fake_group
 from together import together
 from torch._C._distributed_c10d import HashStore

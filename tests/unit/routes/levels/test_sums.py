@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from backends import two_level_sums
+from level_ranks import two_level_sums
 from connected import connected
 from together import together
 
