@@ -66,8 +66,8 @@ class Loopback:
     """Ranks that reduce within one process, each in a thread of its own.
 
     A rank is told of the backward passes of the thread that has wrapped its model; a single one of
-    those of all threads. Chunks are reduced one by one on the thread of the wire, in the order in which the last rank
-    starts them, unless `hold` keeps them there.
+    those of all threads. Chunks are reduced one by one on the thread of the wire, in the order in
+    which the last rank starts them, unless `hold` keeps them there.
 
     Args:
         ranks: how many; the gradients of a single one stay as they are, bit for bit.

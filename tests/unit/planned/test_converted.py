@@ -59,4 +59,3 @@ def test_converted_to_channels_last(
     assert all(map(torch.equal, plain, ours))
     for one, other in zip(plain, ours, strict=True):
         assert strides_of(one) == strides_of(other)
-

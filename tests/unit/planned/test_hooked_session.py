@@ -29,9 +29,7 @@ def test_line_at_the_start(
     assert training.session is not None
     training.session.close()
     (line,) = (line for line in caplog.messages if "ranks" in line)
-    assert line == (
-        f"1 ranks, 6 tensors, 1.891 KiB in {chunks}, policy priority, mode cross"
-    )
+    assert line == (f"1 ranks, 6 tensors, 1.891 KiB in {chunks}, policy priority, mode cross")
 
 
 def test_an_error_that_the_script_has_seen_is_not_raised_at_the_end(ours: Training) -> None:
