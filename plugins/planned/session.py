@@ -148,7 +148,7 @@ class PlannedSession(ABC):
                 self._undo.append(self._tuned.close)
             elif config.tune and wire.rank == 0:
                 log.warning("tune is on, but sizes of this model cannot change during training")
-            self._undo.append(watch_passes(self))
+            self._undo.append(self._watch())
             self._undo.append(URGENCY.observe(observers))
             self._hook(root)
             if self._turns is not None:
@@ -157,6 +157,10 @@ class PlannedSession(ABC):
         except BaseException:
             self.close()
             raise
+
+    def _watch(self) -> Callable[[], None]:
+        """Is told of backward passes from now on; returns what ends that."""
+        return watch_passes(self)
 
     @abstractmethod
     def _hook(self, root: nn.Module) -> None:
@@ -260,7 +264,7 @@ class PlannedSession(ABC):
                 "s" if chunks > 1 else "",
                 self._setting.policy,
                 self.mode,
-                "" if self._wire.size == 2 or self._rounds_alike(chunks) else f", {ROUNDING}",
+                "" if self._wire.size <= 2 or self._rounds_alike(chunks) else f", {ROUNDING}",
             )
         self._has_begun = True
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import contextlib
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from statistics import median
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
+from gpu_attached import attached
 from gpu_comparing import DEVICE, CudaJob
-from streams_scripts import attached
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.distributed import distributed_c10d
@@ -22,8 +22,6 @@ from torch.nn.utils import clip_grad_norm_
 from training import STEPS, Job, adamw, differences, mlp, sgd, train
 
 from bytesched.errors import PluginError
-from bytesched.plugins.routes.streams import CudaStreams
-from bytesched.task import CommTask
 
 # Long enough on the device that the host is far ahead of it.
 WIDE = 2048
@@ -281,35 +279,30 @@ def synchronizing_calls() -> list[str]:
     return found
 
 
-class LoggedStreams(CudaStreams):
-    """Streams that write down which chunk is sent when."""
-
-    def __init__(self, device: torch.device, fail: Callable[[BaseException], None]) -> None:
-        super().__init__(device, fail)
-        self.sent: list[int] = []
-
-    def communication(self, task: CommTask) -> contextlib.AbstractContextManager[None]:
-        self.sent.append(task.index)
-        return super().communication(task)
-
-
 def first_sent() -> tuple[list[int], int]:
-    """The chunk sent first in each round, and how many there are.
+    """The chunk sent first in each planned round, in the order of backward, and how many there are.
 
     Backward takes long on the device, and nearly nothing on the host.
     """
-    with nccl() as group, mock.patch("bytesched.plugins.engine.hooked.streams_for", LoggedStreams):
+    sent: list[int] = []
+    with nccl() as group:
         model = DistributedDataParallel(wide().to(DEVICE), process_group=group)
         optimizer = sgd(model, lr=1e-4)
         x = torch.randn(16384, WIDE, device=DEVICE)
         with attached(optimizer, model, partition_bytes=4 << 20, credit_bytes=4 << 20) as session:
+            wire: Any = session._wire
+            start, source = wire.start, session._source
+
+            def logged(tensor: Tensor, key: str = "") -> Any:
+                if not source.is_early:
+                    sent.append(int(key.split()[0]))
+                return start(tensor, key)
+
+            wire.start = logged
             for _ in wide_steps(model, optimizer, x):
                 torch.cuda.synchronize(DEVICE)
             session.flush()
-            assert session.plan is not None
-            chunks = len(session.plan.chunks)
-            assert isinstance(session._streams, LoggedStreams)
-            sent = session._streams.sent
+            chunks = sum(len(bucket.chunks) for bucket in source.buckets)
     return sent[::chunks], chunks
 
 

@@ -111,7 +111,7 @@ CASES: Final[Mapping[str, Mapping[str, int]]] = {
         "test_without_orders_of_torch_it_is_no_worse_than_their_best_and_repeats_itself": 2
     },
     "unit/pipeline/test_exact.py": {"test_a_tight_memory_has_the_least_period_that_it_allows": 3},
-    "unit/engine/test_fuzzed.py": {"test_generated_sequences_equal_plain_training": 3},
+    "unit/planned/test_fuzzed.py": {"test_generated_sequences_equal_plain_training": 3},
     "unit/commands/test_sim.py": {
         "test_a_curve_and_its_picture": 0,
         "test_a_straggler_slows_all_systems": 0,
