@@ -30,6 +30,7 @@ from .clocks import Clock, DeviceClock, HostClock
 from .gates import Gates
 from .rounds import OpenUpdates, Rounds
 from .source import MakeSource, Phase
+from .streams import refuse_capture
 from .tuned import Tuned
 from .turns import ModelTurns, open_turns
 from .wire import Wire
@@ -195,6 +196,12 @@ class PlannedSession(ABC):
     @abstractmethod
     def forward_begins(self, module: nn.Module) -> None:
         """See `Forward`."""
+
+    def _check_forward(self) -> None:
+        """Raises the first error, or why a forward pass cannot begin."""
+        self._failures.check()
+        if self._wire.has_streams:
+            refuse_capture()
 
     def forward_ends(self) -> None:
         """See `Forward`."""
