@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from statistics import median
 from typing import Any
 from unittest import mock
@@ -13,7 +13,6 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from gpu_comparing import DEVICE, CudaJob
-from streams_scripts import attached
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.distributed import distributed_c10d
@@ -21,9 +20,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 from training import STEPS, Job, adamw, differences, mlp, sgd, train
 
+from bytesched.config import Config
 from bytesched.errors import PluginError
-from bytesched.plugins.routes.streams import CudaStreams
-from bytesched.task import CommTask
+from bytesched.plugins.c10d import ddp
+from bytesched.plugins.c10d.entry import Entry
+from bytesched.plugins.c10d.hooked import attach_hooked
+from bytesched.plugins.c10d.planning import attach_planned
+from bytesched.plugins.planned.session import PlannedSession
 
 # Long enough on the device that the host is far ahead of it.
 WIDE = 2048
@@ -203,6 +206,28 @@ def nccl() -> Iterator[dist.ProcessGroup]:
         dist.destroy_process_group(group)
 
 
+@contextlib.contextmanager
+def attached(
+    optimizer: torch.optim.Optimizer, model: nn.Module, **fields: Any
+) -> Iterator[PlannedSession]:
+    """`wrap` without its shortcuts: a world of one is scheduled, too."""
+    config = Config.load(**fields)
+    entry = Entry(ddp.base_of(model))
+    session: PlannedSession
+    if (reduced := ddp.find_ddp(model)) is None:
+        session = attach_hooked(optimizer, model, config, entry)
+    else:
+        session = attach_planned(optimizer, model, reduced, config, entry)
+    session.add_optimizer(
+        optimizer, type(optimizer), cross=not ddp.why_whole(optimizer, model, config)
+    )
+    try:
+        yield session
+        session.flush()
+    finally:
+        session.close()
+
+
 def wide_steps(
     model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, *, clips: bool = False
 ) -> Iterator[int]:
@@ -281,36 +306,31 @@ def synchronizing_calls() -> list[str]:
     return found
 
 
-class LoggedStreams(CudaStreams):
-    """Streams that write down which chunk is sent when."""
-
-    def __init__(self, device: torch.device, fail: Callable[[BaseException], None]) -> None:
-        super().__init__(device, fail)
-        self.sent: list[int] = []
-
-    def communication(self, task: CommTask) -> contextlib.AbstractContextManager[None]:
-        self.sent.append(task.index)
-        return super().communication(task)
-
-
 def first_sent() -> tuple[list[int], int]:
-    """The chunk sent first in each round, and how many there are.
+    """The chunk sent first in each round, and how many there are; numbered as backward goes.
 
     Backward takes long on the device, and nearly nothing on the host.
     """
-    with nccl() as group, mock.patch("bytesched.plugins.engine.hooked.streams_for", LoggedStreams):
+    rounds: list[list[int]] = [[]]
+    with nccl() as group:
         model = DistributedDataParallel(wide().to(DEVICE), process_group=group)
         optimizer = sgd(model, lr=1e-4)
         x = torch.randn(16384, WIDE, device=DEVICE)
         with attached(optimizer, model, partition_bytes=4 << 20, credit_bytes=4 << 20) as session:
+            wire: Any = session._wire
+            start = wire.start
+
+            def noted(tensor: Tensor, key: str) -> Any:
+                if " of " in key:
+                    rounds[-1].append(int(key.split()[0]))
+                return start(tensor, key)
+
+            wire.start = noted
             for _ in wide_steps(model, optimizer, x):
                 torch.cuda.synchronize(DEVICE)
+                rounds.append([])
             session.flush()
-            assert session.plan is not None
-            chunks = len(session.plan.chunks)
-            assert isinstance(session._streams, LoggedStreams)
-            sent = session._streams.sent
-    return sent[::chunks], chunks
+    return [sent[0] for sent in rounds if sent], len(rounds[-2])
 
 
 def captured_graph() -> str:
