@@ -208,14 +208,15 @@ def test_ranks_agree_after_a_closure(hvd_gloo: Pools, cases: ModuleType) -> None
     assert not list(differences(one, other, "weights"))
 
 
-def test_process_set(hvd_gloo: Pools) -> None:
+@pytest.mark.parametrize("script", ["process_set", "halves_in_a_process_set"])
+def test_process_set(hvd_gloo: Pools, script: str) -> None:
     """Of two ranks, so equal to the last bit; the third is outside and trains alone."""
     from horovod_forked import HorovodRanks
     from horovod_training import compare
 
     env = {"HOROVOD_DYNAMIC_PROCESS_SETS": "1"}
     with contextlib.closing(HorovodRanks(3, env)) as ranks:
-        outcomes = ranks.run(compare, address_of(models.process_set), (0, 2))
+        outcomes = ranks.run(compare, address_of(getattr(models, script)), (0, 2))
     for found, _ in outcomes:
         assert not found, "\n".join(found[:20])
     assert [stats["mode"] for _, stats in outcomes] == ["cross", "plain", "cross"]
