@@ -86,9 +86,10 @@ class Config:
     order of backward. `prophet`: planned as `priority`, with several chunks in a row where earlier
     iterations show that nothing more urgent can come meanwhile."""
     partition_bytes: int = AUTOMATIC
-    """Size of the chunks, such as `512KiB` or `1MB`; 0: chosen for the measured link."""
+    """Size of the chunks, such as `512KiB` or `1MB`; 0: one that suits most links."""
     credit_bytes: int = AUTOMATIC
-    """Most bytes in flight; 0: chosen together with `partition_bytes`."""
+    """Of a store: most bytes in flight. Else how far ahead of the link the plan decides. 0: chosen
+    together with `partition_bytes`."""
     compression: str = "none"
     """Of real numbers on the wire: `none`, or `bf16` or `fp16`, like DDP's compression hooks."""
     cross_barrier: bool = True

@@ -113,10 +113,6 @@ class SchedulerCore:
 
     # -- state -------------------------------------------------------------------------
 
-    def may_start(self, task: CommTask) -> bool:
-        """Whether ``task`` may start at once when it becomes ready. A hint, on any thread."""
-        return self.in_flight_bytes < self.credit_bytes and self._queue.may_be_next(task)
-
     @property
     def is_held_back(self) -> bool:
         """Whether a task would start now, were nothing held."""

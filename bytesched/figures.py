@@ -45,7 +45,8 @@ class Figures(TypedDict):
     mode: str
     """`cross`, `backward` (scheduled inside backward, stepped whole) or `plain`."""
     order: str
-    """`planned`, `halves` where gradients go in two, `owners` with `shard=True`."""
+    """`planned`, `halves` where gradients go in two, `owners` with `shard=True`; over a store
+    `each worker's own`."""
     levels: int
     """2 if ranks of one host sum among themselves first, else 1."""
     world_size: int

@@ -29,9 +29,6 @@ class ReadyQueue(Protocol):
     def peek(self) -> CommTask | None:
         """What `pop` would return."""
 
-    def may_be_next(self, task: CommTask) -> bool:
-        """Whether ``task`` may be the next one when it becomes ready. A hint, on any thread."""
-
     def extend(self, indices: Sequence[int]) -> None:
         """The next tasks of the agreed order."""
 
@@ -59,9 +56,6 @@ class Leading:
 
     def peek(self) -> CommTask | None:
         return self._heap[0][2] if self._heap else None
-
-    def may_be_next(self, task: CommTask) -> bool:
-        return True
 
     def extend(self, indices: Sequence[int]) -> None:
         raise TypeError(f"a policy chooses, and follows no order: {list(indices)}")
@@ -92,11 +86,6 @@ class Following:
 
     def peek(self) -> CommTask | None:
         return self._ready.get(self._order[0]) if self._order else None
-
-    def may_be_next(self, task: CommTask) -> bool:
-        # Of a task that is not ready yet the index is still there, whoever pops meanwhile.
-        order = self._order
-        return bool(order) and order[0] == task.index
 
     def extend(self, indices: Sequence[int]) -> None:
         self._order.extend(indices)

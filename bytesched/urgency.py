@@ -1,8 +1,8 @@
 """Urgent sections: while one is open, no scheduler of this process starts anything new.
 
-Gradients that travel through the next forward pass share the link with collectives that the forward
-pass itself waits for. `urgent` marks those. A hold only delays starts, on one rank and without a
-message, so that an order on which ranks have agreed stays as it is.
+What a store sends through the next forward pass shares the link with collectives that this pass
+itself waits for. `urgent` marks those. A hold only delays starts, on one rank and without a
+message, so that an order stays as it is.
 
 A hold ends early in two cases, either of which lets everything go until the section is over: this
 rank itself waits for something that it may hold, and after a limit of time, as another rank may.
@@ -240,13 +240,13 @@ def begin(name: str = "urgent") -> Section:
 
 @contextmanager
 def urgent(name: str = "urgent") -> Iterator[None]:
-    """Hold gradients back while a collective of your own is under way.
+    """Hold what goes to a store back while a collective of your own is under way.
 
     Put it around what a forward or backward pass itself waits for: an all-to-all between experts, a
     sum of metrics, an operation of tensor or sequence parallelism. From its beginning to its end no
-    wrapped model or store of this process starts a chunk, but for a DDP that is planned, whose
-    chunks start in backward; at most the credit and one chunk are still on their way. Use a process
-    group of its own for the collective: on the group of the gradients it would queue behind those.
+    store of this process starts a chunk; at most the credit and one chunk are still on their way.
+    Gradients over torch.distributed and Horovod are not held: they start in backward, in an order
+    that all ranks keep. Use a process group of its own for the collective.
     `name` is what the timeline calls the section.
 
     No rank tells another one. A rank may only start later, never in another order, so it is safe if

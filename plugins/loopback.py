@@ -21,6 +21,7 @@ from .planned.beginning import add_optimizer, slots_of, why_whole
 from .planned.bundles import Slot
 from .planned.hooked_session import HookedSession
 from .planned.wire import HOST
+from .proxies.passes import watch_passes
 
 __all__ = ["Loopback", "LoopbackWire"]
 
@@ -45,6 +46,13 @@ class _Work:
         return self.future.done()
 
 
+class _ThreadSession(HookedSession):
+    """One that lives in a thread, beside those of other ranks."""
+
+    def _watch(self) -> Callable[[], None]:
+        return watch_passes(self, thread=threading.get_ident())
+
+
 @dataclass(frozen=True, eq=False)
 class _Part:
     """One rank's part in a sum, which is made in place when all ranks have given theirs."""
@@ -57,8 +65,9 @@ class _Part:
 class Loopback:
     """Ranks that reduce within one process, each in a thread of its own.
 
-    Chunks are reduced one by one on the thread of the wire, in the order in which the last rank
-    starts them, unless `hold` keeps them there.
+    A rank is told of the backward passes of the thread that has wrapped its model; a single one of
+    those of all threads. Chunks are reduced one by one on the thread of the wire, in the order in
+    which the last rank starts them, unless `hold` keeps them there.
 
     Args:
         ranks: how many; the gradients of a single one stay as they are, bit for bit.
@@ -92,7 +101,8 @@ class Loopback:
         config = Config(**fields)
         partition_bytes = config.partition_bytes or _PARTITION_BYTES
         credit_bytes = config.credit_bytes or 2 * partition_bytes
-        session = HookedSession(
+        kind_of_session = HookedSession if len(self.wires) == 1 else _ThreadSession
+        session = kind_of_session(
             model,
             slots_of(model, optimizer, kind=Slot),
             config,

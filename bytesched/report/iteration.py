@@ -45,9 +45,9 @@ def draw_iteration(
 
     Of each trace the iteration of median length is shown, of its first rank. The tracks read are
     ``forward``, ``backward``, ``send``, ``update`` and, where there is one, ``wait``; the argument
-    ``chunk`` of a send counts from the front of the model. Raises ``PluginError`` without
-    matplotlib, ``ValueError`` for a trace of less than three steps, and ``OSError`` if a file
-    cannot be read or written.
+    ``chunk`` of a send counts from the back of the model, as backward does. Raises
+    ``PluginError`` without matplotlib, ``ValueError`` for a trace of less than three steps, and
+    ``OSError`` if a file cannot be read or written.
     """
     before = view_iteration(read_traces(Path(before_trace))[0], before_name)
     after = view_iteration(read_traces(Path(after_trace))[0], after_name)

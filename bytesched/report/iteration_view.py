@@ -78,7 +78,8 @@ def _link(sends: list[Span], start_ms: float, end_ms: float) -> list[tuple[Inter
         finish_ms = min(span.end_ms, end_ms)
         if finish_ms > begin_ms:
             chunk = int(span.args.get("chunk", 0))
-            part = (chunk / chunks, (chunk + 1) / chunks)
+            # They count as backward computes them.
+            part = ((chunks - chunk - 1) / chunks, (chunks - chunk) / chunks)
             turns.append(((begin_ms - start_ms, finish_ms - start_ms), part))
             free_ms = finish_ms
     return turns

@@ -36,10 +36,9 @@ class BucketClock:
         return done
 
     def take(self) -> list[tuple[int, int, int]]:
-        """(place, start, end) of every bucket sent since the last call; place 0 is the front."""
+        """(index, start, end) of every bucket sent since the last call."""
         sends, self._sends = self._sends, []
-        last = max((index for index, _, _ in sends), default=0)
-        return [(last - index, start_ns, end_ns) for index, start_ns, end_ns in sends]
+        return sends
 
 
 def trace_ddp(
@@ -74,9 +73,9 @@ def trace_ddp(
         timeline.on_span("forward", "forward", forward_ns, backward_ns)
         timeline.on_span("backward", "backward", backward_ns, step_ns)
         timeline.on_span("wait", "end of backward", computed_ns, step_ns)
-        for place, start_ns, stop_ns in clock.take():
-            name = f"bucket {place}"
-            timeline.on_span("send", name, start_ns, stop_ns, {"chunk": place})
+        for index, start_ns, stop_ns in clock.take():
+            name = f"bucket {index}"
+            timeline.on_span("send", name, start_ns, stop_ns, {"chunk": index})
         timeline.on_span("update", "optimizer.step", step_ns, end_ns)
         timeline.on_span("step", "optimizer.step", step_ns, end_ns)
         timeline.on_step(step + 1, end_ns)

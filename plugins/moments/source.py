@@ -8,7 +8,8 @@ from typing import ClassVar
 import torch
 
 from ..planned.buckets import Bucket, Member
-from ..planned.hook_source import Entry, HookSource
+from ..planned.entries import Entry
+from ..planned.hook_source import HookSource
 from .slots import MomentSlot
 
 __all__ = ["MomentSource"]

@@ -137,7 +137,7 @@ class DdpSession(PlannedSession):
         """See `Forward`."""
         if self._is_off and not self._comes_back():
             return
-        self._failures.check()
+        self._check_forward()
         if self.source.phase is Phase.OPEN:
             self._complain_if_incomplete()
         if are_in_a_context():

@@ -21,95 +21,20 @@ from bytesched.errors import PluginError, TransportError
 
 from ..dependency.failures import Failures
 from ..update.surroundings import unseen
-from .buckets import Bucket, Member
+from .buckets import Bucket
 from .bundles import Slot
 from .cutting import Cutter
+from .entries import Entry, Filling, grouped
 from .partition import Partition
 from .source import Listener, Phase, Source
 from .wire import Wire
 
-__all__ = ["Entry", "HookSource"]
+__all__ = ["HookSource"]
 
 #: why sums land inside backward
 _ELSEWHERE: Final = "gradients lie in memory that others have, too"
 #: through which every custom Function's backward is called, also those that run backward again
 _CUSTOM_BACKWARD: Final = BackwardCFunction.apply.__code__
-
-
-class Entry:
-    """One parameter, whose gradient is awaited in every round, and what it has in a bucket."""
-
-    __slots__ = (
-        "bucket",
-        "cell",
-        "expected",
-        "fired",
-        "hook_id",
-        "index",
-        "is_local",
-        "partition",
-        "slot",
-        "view",
-    )
-
-    def __init__(self, index: int, slot: Slot, partition: Partition | None, cell: int) -> None:
-        self.index = index
-        self.slot = slot
-        #: the ranks that sum its gradient; None: all
-        self.partition = partition
-        #: where the ranks say whether it is used: each group of a partition has a cell of its own
-        self.cell = cell
-        #: how often it gets a gradient in this round, and how often in each
-        self.fired, self.expected = 0, 1
-        #: it has a gradient from a pass that was not synchronised
-        self.is_local = False
-        #: of its gradient hook
-        self.hook_id = -1
-        #: where its gradient is sent from, and the bucket around it
-        self.view: torch.Tensor
-        self.bucket: _Filling
-
-    @property
-    def numel(self) -> int:
-        """How many numbers it has in a bucket."""
-        return self.slot.parameter.numel()
-
-    def lay_out(self, member: Member, memory: torch.Tensor) -> None:
-        """It is ``member`` of a new bucket, and ``memory`` is its own there, in one dimension."""
-        self.view = member.view
-
-    def fill(self, scale: float) -> bool:
-        """What is sent is in the bucket; False if the gradient is of another kind than that.
-
-        Args:
-            scale: of the gradient.
-        """
-        grad, view = self.slot.parameter.grad, self.view
-        if grad is None:
-            view.zero_()
-        elif grad.dtype is not view.dtype or grad.device != view.device or grad.is_sparse:
-            return False
-        elif scale == 1:
-            view.copy_(grad)
-        else:
-            torch.mul(grad, scale, out=view)
-        return True
-
-    def __repr__(self) -> str:
-        return f"<Entry {self.slot.name!r}, {self.fired} of {self.expected} gradients>"
-
-
-class _Filling:
-    """A bucket, and how many gradients it lacks in this round."""
-
-    __slots__ = ("bucket", "entries", "missing", "streams")
-
-    def __init__(self, bucket: Bucket, entries: Sequence[Entry]) -> None:
-        self.bucket = bucket
-        self.entries = entries
-        self.missing = len(entries)
-        #: on which its gradients were computed, on a device
-        self.streams: Set[Any] = set()
 
 
 class HookSource(Source):
@@ -176,7 +101,7 @@ class HookSource(Source):
         self._arrived_before = 0
         #: what carries the map of used parameters, if nobody has waited for it
         self._telling: Any = None
-        self._fillings: list[_Filling] = []
+        self._fillings: list[Filling] = []
         #: the first one that was not handed out
         self._next = 0
         self._lay_out(self._registered_last_first())
@@ -219,16 +144,7 @@ class HookSource(Source):
         self._order = order
         self.let_go()
         self._fillings.clear()
-        full: list[list[Entry]] = []
-        open_: dict[tuple[torch.dtype, Partition | None], list[Entry]] = {}
-        for entry in (self.entries[index] for index in order):
-            kind = entry.slot.parameter.dtype, entry.partition
-            entries = open_.setdefault(kind, [])
-            entries.append(entry)
-            if sum(entry.numel for entry in entries) * kind[0].itemsize >= self._bucket_bytes:
-                full.append(open_.pop(kind))
-        places = {index: place for place, index in enumerate(order)}
-        for entries in sorted((*full, *open_.values()), key=lambda one: places[one[-1].index]):
+        for entries in grouped(self.entries, order, self._bucket_bytes):
             self._add_bucket(entries)
 
     def let_go(self, first: int = 0) -> None:
@@ -257,7 +173,7 @@ class HookSource(Source):
         if (partition := entries[0].partition) is not None:
             for chunk in bucket.chunks:
                 chunk.wire = partition.wire
-        filling = _Filling(bucket, entries)
+        filling = Filling(bucket, entries)
         for entry, member, own in zip(entries, bucket.members, memory, strict=True):
             entry.lay_out(member, own)
             entry.bucket = filling
@@ -341,7 +257,7 @@ class HookSource(Source):
             is_last = self._next == len(self._fillings)
             self._listener.ready(filling.bucket.chunks, is_last=is_last)
 
-    def _fill(self, filling: _Filling) -> None:
+    def _fill(self, filling: Filling) -> None:
         """Puts into the bucket what is sent, divided."""
         if filling.streams:
             stream = torch.cuda.current_stream()

@@ -114,7 +114,7 @@ class HookedSession(PlannedSession):
         """See `Forward`."""
         if self._is_off:
             return
-        self._failures.check()
+        self._check_forward()
         if are_in_a_context():
             self.raise_first(PluginError(f"this model cannot stay wrapped: {IN_A_CONTEXT}"))
         if self._sync is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
+from time import perf_counter_ns
 from typing import Any, Protocol
 
 from bytesched.config import Config
@@ -162,6 +163,8 @@ class Rounds:
         self.meter = Meter(observers, len(slots), self._busy_ns)
         self.meter.changed(0, setting)
         coding = coding_of(config.compression, divisor)
+        if coding is not None and any(slot.parameter.is_complex() for slot in slots):
+            log.info("compression = %r: complex gradients are sent as they are", config.compression)
         self.sending = Sending(wire, failures, self.meter, self.planning, coding)
         named: dict[str, Any] = {
             "rank": wire.rank,
@@ -322,7 +325,13 @@ class Rounds:
             self._settle(member)
 
     def _settle(self, member: Member) -> None:
+        if not member.bucket.is_under_way:
+            # Another one of its bucket has brought it.
+            self.meter.causes.read(member.name, 0)
+            return
         by = f"{member.name}.grad"
+        is_here = not self.sending.outstanding_bytes(member.bucket.chunks)
+        began_ns = perf_counter_ns()
         if member.bucket.holds_gradients:
             # All of them become ordinary ones, over the memory that owed updates are to read.
             for other in member.bucket.members:
@@ -330,7 +339,8 @@ class Rounds:
         self._bring([member.bucket], by)
         self.sending.land(member.bucket, by)
         self.updates.settle(member)
-        self.meter.causes.read(member.name, 0)
+        waited_ns = 0 if is_here else perf_counter_ns() - began_ns
+        self.meter.causes.read(member.name, waited_ns)
 
     def round_ends(self, buckets: Sequence[Bucket], *, is_early: bool) -> None:
         """See `Listener`."""

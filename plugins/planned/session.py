@@ -30,6 +30,7 @@ from .clocks import Clock, DeviceClock, HostClock
 from .gates import Gates
 from .rounds import OpenUpdates, Rounds
 from .source import MakeSource, Phase
+from .streams import refuse_capture
 from .tuned import Tuned
 from .turns import ModelTurns, open_turns
 from .wire import Wire
@@ -147,7 +148,7 @@ class PlannedSession(ABC):
                 self._undo.append(self._tuned.close)
             elif config.tune and wire.rank == 0:
                 log.warning("tune is on, but sizes of this model cannot change during training")
-            self._undo.append(watch_passes(self))
+            self._undo.append(self._watch())
             self._undo.append(URGENCY.observe(observers))
             self._hook(root)
             if self._turns is not None:
@@ -156,6 +157,10 @@ class PlannedSession(ABC):
         except BaseException:
             self.close()
             raise
+
+    def _watch(self) -> Callable[[], None]:
+        """Is told of backward passes from now on; returns what ends that."""
+        return watch_passes(self)
 
     @abstractmethod
     def _hook(self, root: nn.Module) -> None:
@@ -191,6 +196,12 @@ class PlannedSession(ABC):
     @abstractmethod
     def forward_begins(self, module: nn.Module) -> None:
         """See `Forward`."""
+
+    def _check_forward(self) -> None:
+        """Raises the first error, or why a forward pass cannot begin."""
+        self._failures.check()
+        if self._wire.has_streams:
+            refuse_capture()
 
     def forward_ends(self) -> None:
         """See `Forward`."""
@@ -253,7 +264,7 @@ class PlannedSession(ABC):
                 "s" if chunks > 1 else "",
                 self._setting.policy,
                 self.mode,
-                "" if self._wire.size == 2 or self._rounds_alike(chunks) else f", {ROUNDING}",
+                "" if self._wire.size <= 2 or self._rounds_alike(chunks) else f", {ROUNDING}",
             )
         self._has_begun = True
 

@@ -7,9 +7,21 @@ from typing import Any
 
 import torch
 
+from bytesched.errors import PluginError
+
 from .buckets import Chunk
 
-__all__ = ["Streams"]
+__all__ = ["Streams", "refuse_capture"]
+
+
+def refuse_capture() -> None:
+    """Raises `PluginError` while a CUDA graph is being captured."""
+    if torch.cuda.is_current_stream_capturing():
+        raise PluginError(
+            "a CUDA graph is being captured over a wrapped model: its replays would bypass "
+            "everything that waits for an update. Make graphed callables before wrap, or "
+            "capture after unwrap"
+        )
 
 
 class Streams:

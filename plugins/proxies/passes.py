@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from threading import get_ident
 from typing import Any, Protocol
 from weakref import ref
 
@@ -33,19 +34,22 @@ class Watcher(Protocol):
         """It was ended by ``error``; returns what is raised in its place, or ``error`` itself."""
 
 
-#: none of them is kept alive
-_watchers: tuple[ref[Watcher], ...] = ()
+#: none of them is kept alive; with the only thread whose passes each is told of, if there is one
+_watchers: tuple[tuple[ref[Watcher], int | None], ...] = ()
 
 
-def watch_passes(watcher: Watcher) -> Callable[[], None]:
+def watch_passes(watcher: Watcher, *, thread: int | None = None) -> Callable[[], None]:
     """Tells ``watcher`` of every backward pass; returns what ends that.
+
+    Args:
+        thread: what begins the passes that it is told of; None: any thread.
 
     Raises `PluginError` for a torch whose backward passes have no common entry.
     """
     global _watchers
     _guard()
-    watching = ref(watcher)
-    _watchers = (*(other for other in _watchers if other() is not None), watching)
+    watching = ref(watcher), thread
+    _watchers = (*(other for other in _watchers if other[0]() is not None), watching)
 
     def end() -> None:
         global _watchers
@@ -77,7 +81,12 @@ def _watched(run: Callable[..., Any]) -> Callable[..., Any]:
         # Inside of another pass, everything from before that one has come.
         if not _watchers or torch._C._current_graph_task_id() != -1:
             return run(*args, **kwargs)
-        watchers = [watcher for one in _watchers if (watcher := one()) is not None]
+        here = get_ident()
+        watchers = [
+            watcher
+            for one, thread in _watchers
+            if thread in (None, here) and (watcher := one()) is not None
+        ]
         for watcher in watchers:
             watcher.backward_begins()
         try:

@@ -41,7 +41,10 @@ class Sum(Protocol):
         """
 
     def settle(self) -> None:
-        """Returns when the sum is in the gradient, which is an ordinary tensor from then on."""
+        """Returns when the sum is in the gradient, which is an ordinary tensor from then on.
+
+        It may be one already.
+        """
 
     def zeroes(self) -> bool:
         """The gradient is about to be zeroed; whether that needs no wait.
@@ -73,14 +76,18 @@ class PendingGrad(torch.Tensor, metaclass=LooksPlain):
             answer = first.answer(func, args, kwargs)
             if answer is not NotImplemented:
                 return answer
+        sums: dict[Any, None] = {}
         for tensor in tensors_in((args, kwargs)):
             if type(tensor) is PendingGrad:
                 # Another thread may make it an ordinary one meanwhile.
-                sum_ = getattr(tensor, "sum_", None)
-                if sum_ is not None and not (is_zeroing and sum_.zeroes()):
-                    sum_.settle()
+                if (sum_ := getattr(tensor, "sum_", None)) is not None:
+                    sums[sum_] = None
             elif type(tensor) is PendingParameter:
                 synchronize_now(tensor)
+        # All of them are told that they are read: the first one may bring others.
+        for sum_ in sums:
+            if not (is_zeroing and sum_.zeroes()):
+                sum_.settle()
         # They are ordinary tensors now.
         return func(*args, **kwargs)
 

@@ -197,7 +197,7 @@ def test_step_and_forward_do_not_synchronize(one_rank: Ranks) -> None:
 
 @needs_nccl
 def test_what_is_computed_first_is_sent_first(one_rank: Ranks) -> None:
-    """Backward is queued before it runs: a plan is made of when the device was at each chunk."""
+    """Backward is queued before it runs: a chunk is ready when the device says so."""
     ((first, chunks),) = one_rank.run(scripts.first_sent)
     assert first
     assert all(index < chunks // 2 for index in first), (first, chunks)

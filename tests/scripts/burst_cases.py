@@ -11,7 +11,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from rank_worker import die_at, gloo_groups, gloo_groups_left, signals
+from rank_worker import die_at, gloo_threads, gloo_threads_left, signals
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
@@ -21,7 +21,6 @@ from bytesched.errors import BytesschedError, PeerLost
 from bytesched.plugins.burst import Background, Branched, Burst
 from bytesched.plugins.burst.moves import Moves
 from bytesched.plugins.planned.session import PlannedSession
-from bytesched.plugins.routes.groups.devices import shared_devices
 from bytesched.plugins.routes.groups.opening import open_gloo
 from bytesched.task import CommTask
 from bytesched.transport import Done
@@ -183,10 +182,7 @@ def first_weights_are_rank_0s() -> list[float]:
 def refused(what: str) -> str:
     """What was said, and that nothing stays open, also while the error is kept."""
     model, plan, fields = vgg_like(), CASES["vgg"][1], SETTINGS
-    # These are a process's, and stay.
-    for purpose in ("data", "messages"):
-        shared_devices(purpose)
-    before = gloo_groups()
+    before = gloo_threads()
     if what == "ranks":
         plan = (Place(0, 8), *plan[1:])
     elif what == "first":
@@ -211,14 +207,14 @@ def refused(what: str) -> str:
     try:
         Burst(model, plan, optimizer_for, functional.cross_entropy, **fields)
     except Exception as error:  # noqa: BLE001 - the test looks at it
-        left = gloo_groups_left(before)
-        return f"{type(error).__name__}: {error}" + (f" and left {left} groups" if left else "")
+        left = gloo_threads_left(before)
+        return f"{type(error).__name__}: {error}" + (f" and left {left} threads" if left else "")
     return "not refused"
 
 
 def first_broadcast_fails() -> str:
     """Rank 3 cannot take part in it."""
-    before = gloo_groups()
+    before = gloo_threads()
     fails = dist.get_rank() == 3
     failing = mock.Mock(side_effect=MemoryError("no room"))
     patched = mock.patch("bytesched.plugins.routes.groups.group.Group.broadcast", failing)
@@ -229,8 +225,8 @@ def first_broadcast_fails() -> str:
         said = f"{type(error).__name__}: {error}"
         if fails:
             # While the error is kept. Those of the others hold an operation, and that its group.
-            return f"{said} and left {gloo_groups_left(before)} groups"
-    return f"{said} and left {gloo_groups_left(before)} groups"
+            return f"{said} and left {gloo_threads_left(before)} threads"
+    return f"{said} and left {gloo_threads_left(before)} threads"
 
 
 def used_after_it_was_closed() -> list[str]:
@@ -421,7 +417,7 @@ def is_kept_waiting() -> str:
 
 def makes_no_optimizer() -> str:
     """What the ranks say of which one cannot make its optimizer."""
-    before = gloo_groups()
+    before = gloo_threads()
 
     def optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
         if dist.get_rank() == 3:
@@ -433,13 +429,13 @@ def makes_no_optimizer() -> str:
     try:
         Burst(vgg_like().double(), plan, optimizer, functional.cross_entropy, **fields)
     except Exception as error:  # noqa: BLE001 - the test looks at it
-        return f"{type(error).__name__}: {error} and left {gloo_groups_left(before)} groups"
+        return f"{type(error).__name__}: {error} and left {gloo_threads_left(before)} threads"
     return "nothing happened"
 
 
 def does_not_connect(at: int, dies: bool = False) -> str:
     """Rank 3 fails at one of the groups that it opens for gradients, or dies: what all say."""
-    before = gloo_groups()
+    before = gloo_threads()
     opened = 0
 
     def fail(*args: Any, **named: Any) -> Any:
@@ -460,7 +456,7 @@ def does_not_connect(at: int, dies: bool = False) -> str:
             Burst(vgg_like().double(), plan, optimizer_for, functional.cross_entropy, **fields)
     except Exception as error:  # noqa: BLE001 - the test looks at it
         said = f"{type(error).__name__}: {error}"
-    return f"{said} and left {gloo_groups_left(before)} groups"
+    return f"{said} and left {gloo_threads_left(before)} threads"
 
 
 def dies_while_others_connect() -> None:

@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from gpu_attached import attached
 from gpu_comparing import DEVICE, CudaJob
-from gpu_scripts import attached, nccl, wide, wide_steps
+from gpu_scripts import nccl, wide, wide_steps
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from training import adamw

@@ -12,6 +12,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from gpu_attached import attached
 from gpu_comparing import DEVICE, CudaJob
 from torch import Tensor, nn
 from torch.autograd import Function
@@ -20,13 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 from training import STEPS, Job, adamw, differences, mlp, sgd, train
 
-from bytesched.config import Config
 from bytesched.errors import PluginError
-from bytesched.plugins.c10d import ddp
-from bytesched.plugins.c10d.entry import Entry
-from bytesched.plugins.c10d.hooked import attach_hooked
-from bytesched.plugins.c10d.planning import attach_planned
-from bytesched.plugins.planned.session import PlannedSession
 
 # Long enough on the device that the host is far ahead of it.
 WIDE = 2048
@@ -206,28 +201,6 @@ def nccl() -> Iterator[dist.ProcessGroup]:
         dist.destroy_process_group(group)
 
 
-@contextlib.contextmanager
-def attached(
-    optimizer: torch.optim.Optimizer, model: nn.Module, **fields: Any
-) -> Iterator[PlannedSession]:
-    """`wrap` without its shortcuts: a world of one is scheduled, too."""
-    config = Config.load(**fields)
-    entry = Entry(ddp.base_of(model))
-    session: PlannedSession
-    if (reduced := ddp.find_ddp(model)) is None:
-        session = attach_hooked(optimizer, model, config, entry)
-    else:
-        session = attach_planned(optimizer, model, reduced, config, entry)
-    session.add_optimizer(
-        optimizer, type(optimizer), cross=not ddp.why_whole(optimizer, model, config)
-    )
-    try:
-        yield session
-        session.flush()
-    finally:
-        session.close()
-
-
 def wide_steps(
     model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, *, clips: bool = False
 ) -> Iterator[int]:
@@ -307,30 +280,30 @@ def synchronizing_calls() -> list[str]:
 
 
 def first_sent() -> tuple[list[int], int]:
-    """The chunk sent first in each round, and how many there are; numbered as backward goes.
+    """The chunk sent first in each planned round, in the order of backward, and how many there are.
 
     Backward takes long on the device, and nearly nothing on the host.
     """
-    rounds: list[list[int]] = [[]]
+    sent: list[int] = []
     with nccl() as group:
         model = DistributedDataParallel(wide().to(DEVICE), process_group=group)
         optimizer = sgd(model, lr=1e-4)
         x = torch.randn(16384, WIDE, device=DEVICE)
         with attached(optimizer, model, partition_bytes=4 << 20, credit_bytes=4 << 20) as session:
             wire: Any = session._wire
-            start = wire.start
+            start, source = wire.start, session._source
 
-            def noted(tensor: Tensor, key: str) -> Any:
-                if " of " in key:
-                    rounds[-1].append(int(key.split()[0]))
+            def logged(tensor: Tensor, key: str = "") -> Any:
+                if not source.is_early:
+                    sent.append(int(key.split()[0]))
                 return start(tensor, key)
 
-            wire.start = noted
+            wire.start = logged
             for _ in wide_steps(model, optimizer, x):
                 torch.cuda.synchronize(DEVICE)
-                rounds.append([])
             session.flush()
-    return [sent[0] for sent in rounds if sent], len(rounds[-2])
+            chunks = sum(len(bucket.chunks) for bucket in source.buckets)
+    return sent[::chunks], chunks
 
 
 def captured_graph() -> str:

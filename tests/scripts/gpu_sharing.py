@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from gpu_attached import attached
 from gpu_comparing import DEVICE
-from gpu_scripts import WIDE, attached, wide
+from gpu_scripts import WIDE, wide
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from faults_runner import tell
+from scripts_gradients import compressing
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from training import Job
@@ -221,6 +222,35 @@ def begun_apart(job: Job, ways: int) -> None:
     training.end(optimizer)
 
 
+def compressed(job: Job, ways: int, wire: str) -> None:
+    """As DDP's hooks compress, which the script does for experts, too."""
+    training = Training(job, "attribute", ways)
+    dtype, bits = {"fp16": (torch.float16, 9), "bf16": (torch.bfloat16, 6)}[wire]
+
+    def short(gradient: Tensor) -> Tensor:
+        """Such that four of them have one sum in the wire's dtype, in whatever order."""
+        return ((gradient * 2.0**bits).round() / 2.0**bits).clamp(-0.5, 0.5)
+
+    def reduce() -> None:
+        for parameter in training.model.expert_parameters() if training.by_hand else ():
+            assert parameter.grad is not None
+            sent = parameter.grad.to(dtype).div_(dist.get_world_size())
+            if training.group is not None:
+                dist.all_reduce(sent, group=training.group)
+            parameter.grad.copy_(sent)
+
+    experts = set(training.model.expert_names())
+    for name, parameter in training.model.named_parameters():
+        if name not in experts:
+            parameter.register_hook(short)
+    compressing(job, training.ddp, wire)
+    training.reduce = reduce  # type: ignore[method-assign]
+    optimizer = training.wrap(OPTIMIZERS["momentum"](training.model.parameters()))
+    for step in range(STEPS):
+        training.step(step, optimizer)
+    training.end(optimizer)
+
+
 def unused(job: Job, ways: int) -> None:
     """Experts that one rank of a group uses, or none, or of all groups none."""
     training = Training(job, "attribute", ways)
@@ -419,12 +449,10 @@ def refused(case: str) -> str:
         if rank < 2:
             dist.destroy_process_group(gone)
             first.data_parallel_group = gone
-    elif case in ("shard", "tune"):
+    elif case == "shard":
         fields[case] = True
     elif case in ("split", "hierarchy"):
         fields[case] = "on"
-    elif case in ("compression", "share"):
-        fields[case] = "fp16"
     elif case == "enabled":
         fields[case] = False
     root: Any = DistributedDataParallel(model) if ddp else model

@@ -31,8 +31,8 @@ from torch.utils.checkpoint import checkpoint
 from training import Job, adamw, sgd, train
 
 from bytesched.plugins.c10d import ddp as ddps
+from bytesched.plugins.planned import ddp_session
 from bytesched.plugins.planned import guard as guards
-from bytesched.plugins.planned import session as sessions
 from bytesched.plugins.planned.wire import GroupWire
 from bytesched.verdict import Comparison, Verdict
 
@@ -666,7 +666,7 @@ def in_a_context(job: Job, views: bool, first: int) -> None:
     with mock.patch.object(ddps, "are_in_a_context", return_value=not first):
         optimizer = job.wrap(adamw(model), model)
     looped(job, model, optimizer, steps=first)
-    with mock.patch.object(sessions, "are_in_a_context", return_value=True):
+    with mock.patch.object(ddp_session, "are_in_a_context", return_value=True):
         looped(job, model, optimizer, first_step=first)
     job.record_state(model, optimizer)
 
@@ -1024,6 +1024,21 @@ class Waves(nn.Module):
 
 def complex_numbers(job: Job, views: bool) -> None:
     usual(job, Waves(), views, make=sgd)
+
+
+def complex_and_accumulated(job: Job, views: bool) -> None:
+    """Every other pass under `no_sync`, and real gradients are clipped."""
+    model = ddp(job, Waves(), views)
+    optimizer = job.wrap(sgd(model), model)
+    for step in range(STEPS):
+        for micro in range(2):
+            with model.no_sync() if micro == 0 else contextlib.nullcontext():
+                loss_of(model, batch(job, 2 * step + micro)).backward()
+        clip_grad_norm_(model.module.front.parameters(), 0.1)
+        job.record("gradients", gradients(model))
+        optimizer.step()
+        optimizer.zero_grad()
+    job.record_state(model, optimizer)
 
 
 class Normalised(nn.Module):

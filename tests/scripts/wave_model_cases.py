@@ -12,7 +12,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from rank_worker import die_at, gloo_groups, gloo_groups_left, signals
+from rank_worker import die_at, gloo_threads, gloo_threads_left, signals
 from torch import Tensor, nn
 from torch.nn import functional
 from wave_cases import CLASSES, WIDTH, batch_of
@@ -190,7 +190,7 @@ def updates_equal(kind: str) -> list[str]:
 
 def refusals() -> list[str]:
     """What cannot be cut, and ranks that disagree; nothing stays open while an error is kept."""
-    before = gloo_groups()
+    before = gloo_threads()
     shared = nn.Linear(4, 4)
     x = torch.zeros(2, 4)
     told = []
@@ -212,7 +212,7 @@ def refusals() -> list[str]:
         try:
             ModelWaves(model, optimizer, functional.mse_loss, x, **fields)
         except BytesschedError as error:
-            left = gloo_groups_left(before)
+            left = gloo_threads_left(before)
             told.append(f"{type(error).__name__}: {error}" + f" and left {left}" * bool(left))
     return told
 

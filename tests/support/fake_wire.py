@@ -1,4 +1,4 @@
-"""A wire in one process, and DDPs that are planned over it.
+"""A wire in one process, and models that are planned over it.
 
 A sum is made when somebody waits for it, or the test lets it: whoever reads too early reads other
 numbers.
@@ -28,6 +28,7 @@ from bytesched.plugins.planned.buckets import Bucket
 from bytesched.plugins.planned.bundles import Slot
 from bytesched.plugins.planned.cutting import cut_whole
 from bytesched.plugins.planned.ddp_session import DdpSession
+from bytesched.plugins.planned.hooked_session import HookedSession
 from bytesched.plugins.planned.reducer import renew
 from bytesched.plugins.planned.wire import HOST
 from bytesched.plugins.proxies.pending import PendingParameter
@@ -204,9 +205,20 @@ _HOOKS: dict[str, Any] = {
 }
 
 
+class Around(nn.Module):
+    """A plain module in DDP's place."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, input: Tensor) -> Any:
+        return self.module(input)
+
+
 @dataclass
 class Run:
-    """A DDP and its optimizer; planned if there is a wire."""
+    """A model and its optimizer; planned if there is a wire."""
 
     wire: FakeWire | None = None
     order: Order | None = None
@@ -216,6 +228,8 @@ class Run:
     policy: str = "fifo"
     compression: str = "none"
     timeout_s: float = 100.0
+    #: a plain module, and no DDP
+    is_plain: bool = False
     bucket_bytes: int = 600
     chunk_bytes: int = 300
     ddp: dict[str, Any] = field(default_factory=dict)
@@ -224,25 +238,46 @@ class Run:
     seen: list[Tensor] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.model: Any = DistributedDataParallel(self.make(), **self.ddp)
-        renew(self.model, self.bucket_bytes)
+        self.model: Any
+        if self.is_plain:
+            self.model = Around(self.make())
+        else:
+            self.model = DistributedDataParallel(self.make(), **self.ddp)
+            renew(self.model, self.bucket_bytes)
         self.optimizer = self.optimizer_of(self.model.parameters())
         self.steps = 0
         self.slots = [Slot(*named) for named in self.model.named_parameters()]
         if self.wire is None:
-            if self.compression != "none":
+            if self.compression != "none" and not self.is_plain:
                 self.model.register_comm_hook(None, _HOOKS[self.compression])
             return
-        self.session: Any = DdpSession(
-            self.model,
-            self.model,
-            self.slots,
-            Config(policy=self.policy, timeout_s=self.timeout_s, compression=self.compression),
-            self.wire,
-            Observers(self.observers),
-            cut=partial(cut_whole, chunk_bytes=self.chunk_bytes),
-            setting=Setting(self.chunk_bytes, 2 * self.chunk_bytes),
-        )
+        config = Config(policy=self.policy, timeout_s=self.timeout_s, compression=self.compression)
+        setting = Setting(self.chunk_bytes, 2 * self.chunk_bytes)
+        observers = Observers(self.observers)
+        self.session: Any
+        if self.is_plain:
+            self.session = HookedSession(
+                self.model,
+                self.slots,
+                config,
+                self.wire,
+                observers,
+                setting=setting,
+                divisor=self.wire.size,
+                sync=lambda: True,
+                find_unused=False,
+            )
+        else:
+            self.session = DdpSession(
+                self.model,
+                self.model,
+                self.slots,
+                config,
+                self.wire,
+                observers,
+                cut=partial(cut_whole, chunk_bytes=self.chunk_bytes),
+                setting=setting,
+            )
         self.session.add_optimizer(self.optimizer, type(self.optimizer), cross=self.cross)
         if self.order is not None:
             self.order.names.append(self._names)

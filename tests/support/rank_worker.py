@@ -99,23 +99,24 @@ def die_at(name: str) -> None:
     threading.Thread(target=wait, daemon=True).start()
 
 
-def gloo_groups() -> int:
-    """How many devices of Gloo this process has: each has a thread that reads."""
+def gloo_threads() -> int:
+    """How many threads the groups of this process have, over Gloo: one or two each."""
     found = 0
     for path in Path("/proc/self/task").glob("*/comm"):
         # A thread may end meanwhile.
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            found += path.read_text().strip() == "gloo_tcp_loop"
-    return found
+            found += path.read_text().strip() == "pt_gloo_runloop"
+    # A thread that has just begun has no name yet, and torch's own groups have two.
+    return max(found, 2 * len(distributed_c10d._world.pg_map))
 
 
-def gloo_groups_left(before: int) -> int:
+def gloo_threads_left(before: int) -> int:
     """How many there are more than `before`, when those that end have had the time to.
 
     Those of an earlier case may end meanwhile.
     """
     deadline = time.monotonic() + 10.0
-    while (left := gloo_groups() - before) > 0 and time.monotonic() < deadline:
+    while (left := gloo_threads() - before) > 0 and time.monotonic() < deadline:
         time.sleep(0.01)
     return max(left, 0)
 

@@ -28,7 +28,11 @@ CASES: Final[Mapping[str, Mapping[str, int]]] = {
         "test_cell_trains_as_plain_ddp": 3,
         "test_three_owners": 3,
     },
-    "procs/transparency/test_transparency.py": {"test_compiled": 2, "test_compiled_after_wrap": 2},
+    "procs/transparency/test_transparency.py": {
+        "test_compiled": 2,
+        "test_compiled_after_wrap": 2,
+        "test_gradients_of_a_module_without_ddp": 3,
+    },
     "procs/transparency/test_urgent.py": {
         "test_two_ranks": 4,
         "test_three_ranks": 4,
@@ -39,7 +43,6 @@ CASES: Final[Mapping[str, Mapping[str, int]]] = {
         "test_with_settings": 2,
         "test_two_by_two": 3,
     },
-    "procs/transparency/test_moving_alone.py": {"test_views": 3},
     "procs/pipelines/test_pipelines.py": {
         "test_whatever_the_script_does_between": 4,
         "test_whatever_carries_the_gradients": 3,
@@ -108,7 +111,7 @@ CASES: Final[Mapping[str, Mapping[str, int]]] = {
         "test_without_orders_of_torch_it_is_no_worse_than_their_best_and_repeats_itself": 2
     },
     "unit/pipeline/test_exact.py": {"test_a_tight_memory_has_the_least_period_that_it_allows": 3},
-    "unit/engine/test_fuzzed.py": {"test_generated_sequences_equal_plain_training": 3},
+    "unit/planned/test_fuzzed.py": {"test_generated_sequences_equal_plain_training": 3},
     "unit/commands/test_sim.py": {
         "test_a_curve_and_its_picture": 0,
         "test_a_straggler_slows_all_systems": 0,

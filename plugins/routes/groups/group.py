@@ -244,7 +244,8 @@ class Group:
                 with _unwatched():
                     self.backend.recv([torch.empty(1, device="cpu")], peer, _NEVER_SENT)
         except RuntimeError as error:
-            return error
+            # Frames of the call hold the backend, whose threads would live as long as the error.
+            return error.with_traceback(None)
         return None
 
     def _stopped_outside(self, ring: Collection[int]) -> RuntimeError | None:

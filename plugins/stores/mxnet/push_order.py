@@ -32,9 +32,6 @@ class Announced:
     def peek(self) -> CommTask | None:
         return next((self._ready[i] for i in self._announced if i in self._ready), None)
 
-    def may_be_next(self, task: CommTask) -> bool:
-        return bool(self._announced)
-
     def extend(self, indices: Sequence[int]) -> None:
         self._announced += indices
 

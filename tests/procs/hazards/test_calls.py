@@ -7,6 +7,7 @@ from pathlib import Path
 
 import counting
 import pytest
+import way_cases
 from ranks import Ranks
 
 from bytesched.bench.compare import changes, load_result
@@ -58,3 +59,17 @@ def test_what_ddp_does_costs_few_calls_more(two_ranks: Ranks, layers: int) -> No
     tensors = counting.TENSORS_PER_LAYER * layers
     more = (found.total - plain.total) * tensors
     assert more <= 20 * tensors + 60 * found.messages, (more, tensors, found.messages)
+
+
+@pytest.mark.slow
+@pytest.mark.procs
+@pytest.mark.parametrize(("in_ddp", "functions", "files"), [(True, 52, 20), (False, 55, 21)])
+def test_a_gradient_meets_few_functions(
+    two_ranks: Ranks, in_ddp: bool, functions: int, files: int
+) -> None:
+    """From the hook that sees it to the update that takes it: docs name the files in this order."""
+    found = two_ranks.run(way_cases.functions_of_a_chunk, in_ddp)[0]
+    for file, names in found.items():
+        print(file, *names)
+    assert sum(map(len, found.values())) <= functions, found
+    assert len(found) <= files, found

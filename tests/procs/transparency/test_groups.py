@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from typing import Any
 
 import groups_scripts as scripts
 import pytest
+from comparing import Figures
 from ranks import Ranks, address_of, run_fresh
 from restless import RestlessJob
 from training import Job, compare
@@ -19,10 +21,12 @@ def check(
     *args: object,
     kind: type[Job] = Job,
     **options: Any,
-) -> None:
+) -> list[Figures]:
+    """The figures of all ranks."""
     outcomes = ranks.run(compare, address_of(script), args, options, 0.0, kind)
     for rank, (found, _) in enumerate(outcomes):
         assert not found, f"rank {rank}:\n" + "\n".join(found[:20])
+    return [figures for _, figures in outcomes]
 
 
 @pytest.mark.parametrize("kind", list(scripts.OPTIMIZERS))
@@ -81,7 +85,18 @@ def test_scripts(four_ranks: Ranks, script: Callable[..., None], ways: int) -> N
 
 @pytest.mark.parametrize("script", [scripts.unused, scripts.clipped])
 def test_sizes_change(four_ranks: Ranks, script: Callable[..., None]) -> None:
-    check(four_ranks, script, 2, kind=RestlessJob)
+    leader, *_ = check(four_ranks, script, 2, kind=RestlessJob)
+    assert int(leader["settings"]) > 2
+
+
+@pytest.mark.parametrize(("ways", "wire"), [(2, "fp16"), (4, "bf16")])
+def test_compression_equals_the_hook_of_ddp(four_ranks: Ranks, ways: int, wire: str) -> None:
+    check(four_ranks, scripts.compressed, ways, wire, compression=wire)
+
+
+def test_turns(four_ranks: Ranks) -> None:
+    for figures in check(four_ranks, scripts.unused, 2, share=f"groups-{os.getpid()}"):
+        assert int(figures["turns"]) >= scripts.STEPS
 
 
 @pytest.mark.parametrize("how", ["attribute", "modules"])

@@ -244,9 +244,12 @@ def test_sparse_gradients(two_ranks: Ranks, views: bool) -> None:
 
 
 @views
-def test_complex_numbers(two_ranks: Ranks, views: bool) -> None:
-    """They go the other way."""
-    equal(two_ranks, scripts.complex_numbers, views, [], hold=False)
+@pytest.mark.parametrize(
+    "script", [scripts.complex_numbers, scripts.complex_and_accumulated], ids=["round", "rounds"]
+)
+def test_complex_numbers(two_ranks: Ranks, script: Script, views: bool) -> None:
+    """Hooks of ours reduce them, not DDP's."""
+    equal(two_ranks, script, views, [], hold=False)
 
 
 @pytest.mark.parametrize("when", ["before", "after", "inside"])

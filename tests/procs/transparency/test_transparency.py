@@ -9,6 +9,7 @@ import scripts_gradients as gradients
 import scripts_models as models
 import scripts_optimizers as optimizers
 import scripts_reading as reading
+import scripts_split as split
 import torch
 from comparing import check
 from ranks import Ranks
@@ -209,6 +210,22 @@ def test_model(two_ranks: Ranks, name: str) -> None:
 @pytest.mark.parametrize("name", ["linear", "tied", "mixed_dtypes", "raw_kernel"])
 def test_module_without_ddp(two_ranks: Ranks, name: str) -> None:
     check(two_ranks, models.one_model, name, module_alone=True)
+
+
+@named(
+    split.clipped_by_hand,
+    split.changed_out_of_sight,
+    split.aliases_kept,
+    gradients.gradients_written_through_data,
+    gradients.gradients_seen_through_views,
+    gradients.gradients_replaced,
+    gradients.gradients_read,
+    gradients.gradients_referred_to,
+    gradients.gradient_data_assigned,
+    gradients.gradients_kept,
+)
+def test_gradients_of_a_module_without_ddp(two_ranks: Ranks, script: Callable[..., None]) -> None:
+    check(two_ranks, script, module_alone=True)
 
 
 def test_module_without_ddp_starts_as_on_the_first_rank(two_ranks: Ranks) -> None:

@@ -10,21 +10,20 @@ from connected import two_connected
 
 from bytesched.errors import PeerLost, TransportError
 from bytesched.plugins.c10d.buffers import BufferBroadcast
-from bytesched.plugins.dependency.progress import Progress
-from bytesched.plugins.routes.group_backend import C10dBackend
+from bytesched.plugins.dependency.failures import Failures
 
 
 def test_what_this_rank_has_broken_itself_raises_why() -> None:
     """A thread of ours has heard that another rank is gone: no deadline has passed."""
     here, other = two_connected()
-    progress = Progress(C10dBackend(here, here, here))
+    failures = Failures(here)
     lost = PeerLost("rank 1 is gone", peers=[1])
-    progress.fail(lost)
+    failures.fail(lost)
     ddp: Any = None
     with pytest.raises(TransportError) as raised:
-        BufferBroadcast(here, progress.raise_first)(ddp, {"buffer": torch.ones(2)})
+        BufferBroadcast(here, failures.raise_first)(ddp, {"buffer": torch.ones(2)})
     assert raised.value is lost
-    assert progress.is_error_seen
+    assert failures.is_error_seen
     other.abort()
     for group in (here, other):
         group.close()

@@ -10,7 +10,6 @@ import pytest
 from bytesched.busy import Busy
 from bytesched.observe import Observers
 from bytesched.plugins.figures.meter import Meter, Moment
-from bytesched.plugins.routes.carrier import Traffic
 from bytesched.tunable import Setting
 
 MS = 1_000_000
@@ -42,7 +41,7 @@ def test_nothing_to_gain_is_said_once(
 
 
 def test_the_share_that_crossed_is_of_rounds_not_of_steps() -> None:
-    figures = train(meter(), 4, 250, 250).figures(Traffic())
+    figures = train(meter(), 4, 250, 250).figures()
     assert figures["barrier_crossed_pct"] == 50.0
     assert figures["iterations"] == 4
     assert figures["steps"] == figures["barrier_crossed_steps"] == 8
@@ -60,7 +59,7 @@ def test_rounds_that_went_another_way_do_not_count() -> None:
     busy_ns[0] += 8 * MS
     ours.stepped(1000)
     train(ours, 1, 300)
-    figures = ours.figures(Traffic())
+    figures = ours.figures()
     assert figures["barrier_crossed_pct"] == 65.0
     assert figures["comm_ms"] == 4.0
     assert figures["exposed_comm_ms"] == 0.0
@@ -77,7 +76,7 @@ def test_a_wait_is_exposed_while_something_is_on_the_wire() -> None:
     # It waited for 20 ms, in half of which the wire was idle.
     ours.waited("fc", Moment(began.at_ns - 20 * MS, began.busy_ns))
     busy_ns[0] = 40 * MS
-    figures = ours.figures(Traffic())
+    figures = ours.figures()
     assert (figures["exposed_comm_ms"], figures["comm_ms"]) == (10.0, 40.0)
     assert figures["overlap_pct"] == 75.0
 
@@ -86,9 +85,9 @@ def test_what_arrives_before_step_is_called_hidden_only_if_it_is() -> None:
     busy_ns = [0]
     ours = train(meter(busy_ns), 1, 0)
     busy_ns[0] = 10 * MS
-    assert "is hidden behind backward" in str(ours.figures(Traffic())["reason"])
+    assert "is hidden behind backward" in str(ours.figures()["reason"])
     ours.waited("fc", Moment(perf_counter_ns() - 20 * MS, 0))
-    assert ours.figures(Traffic())["reason"] == "the rest had arrived before step()"
+    assert ours.figures()["reason"] == "the rest had arrived before step()"
 
 
 def test_who_waits_for_next_to_nothing_is_not_blamed() -> None:
@@ -99,7 +98,7 @@ def test_who_waits_for_next_to_nothing_is_not_blamed() -> None:
         began = ours.moment()
         ours.waited("weight", Moment(began.at_ns - waited_ms * MS, began.busy_ns - 50 * MS))
         ours.causes.read("weight", waited_ms * MS)
-        assert reason in str(ours.figures(Traffic())["reason"])
+        assert reason in str(ours.figures()["reason"])
 
 
 def test_time_under_way_is_counted_once() -> None:

@@ -1,4 +1,4 @@
-"""What comes after what in a planned DDP: over a wire that sums late, and streams that only order.
+"""What comes after what in a session: over a wire that sums late, and streams that only order.
 
 Every script has the numbers of a plain run, and no operation reads or writes what nothing has
 ordered before it. Each wait, taken out, is found by name.
@@ -26,6 +26,7 @@ from bytesched.plugins.planned.coding import Coding
 from bytesched.plugins.planned.ddp_session import DdpSession
 from bytesched.plugins.planned.rounds import Rounds
 from bytesched.plugins.planned.sending import Sending
+from bytesched.plugins.planned.session import PlannedSession
 from bytesched.plugins.planned.streams import Streams
 from bytesched.plugins.planned.updates import Updates
 from bytesched.plugins.proxies.pending_grads import PendingGrad, make_plain
@@ -253,6 +254,8 @@ SCRIPTS: tuple[Script, ...] = (
     *(written_again_without_a_step, accumulated, a_regulariser_between, the_module_beside),
     *(weights_by_hand, kept, aliased, evaluated, some_have_come, stepped_twice),
 )
+#: `no_sync()`; and a part of the model by itself, which is a round without some gradients elsewhere
+OF_DDP: tuple[Script, ...] = (accumulated, the_module_beside)
 #: they need streams
 ELSEWHERE: tuple[Script, ...] = (read_elsewhere, used_first_elsewhere)
 
@@ -274,11 +277,18 @@ class Case:
     make: Callable[[], nn.Module] = mlp
     #: plain DDP has its own hook for it
     compression: str = "none"
+    #: a plain module, and no DDP
+    is_plain: bool = False
 
     def run(self) -> list[str]:
         """What is wrong with it, in words."""
         order, options = Order(), {"gradient_as_bucket_view": self.view}
-        both: dict[str, Any] = {"make": self.make, "ddp": options, "compression": self.compression}
+        both: dict[str, Any] = {
+            "make": self.make,
+            "ddp": options,
+            "compression": self.compression,
+            "is_plain": self.is_plain,
+        }
         run = Run(FakeWire(self.has_streams, order=order), order, **both)
         if self.plan is not None:
             run.plan_when_settled(self.plan)
@@ -322,6 +332,16 @@ def test_a_script_has_the_numbers_of_a_plain_run_and_an_order(
     assert bool(case.crossed) == (script not in READING)
 
 
+@pytest.mark.parametrize(
+    "script",
+    [script for script in (*SCRIPTS, *ELSEWHERE) if script not in OF_DDP],
+    ids=lambda script: script.__name__,
+)
+def test_so_has_one_of_a_plain_module(script: Script) -> None:
+    for has_streams in (True,) if script in ELSEWHERE else (False, True):
+        assert Case(script, False, by_turns, has_streams, is_plain=True).run() == []
+
+
 @pytest.mark.parametrize("view", [False, True], ids=["own", "view"])
 @pytest.mark.parametrize(
     "script",
@@ -361,7 +381,7 @@ def made_plain(member: Member) -> bool:
     return True
 
 
-def not_landed(of_session: DdpSession) -> None:
+def not_landed(of_session: Any) -> None:
     of_session.source.backward_begins([slot.parameter for slot in of_session._slots])
 
 
@@ -454,6 +474,19 @@ WAITS: dict[str, tuple[Any, str, Any, Case, str]] = {
     "compressed sums, to come back": (
         *(Coding, "decode", nothing, Case(usual, compression="bf16")),
         r"0\.weight differs",
+    ),
+    "an update, for sums of a plain module": (
+        *(Sending, "wait", nothing, Case(usual, is_plain=True)),
+        r"reads .*0\.weight in its bucket.*, and waits for no end of sum",
+    ),
+    "a later round of a plain module, for all of the last one": (
+        *(
+            PlannedSession,
+            "backward_begins",
+            not_landed,
+            Case(written_again_without_a_step, is_plain=True),
+        ),
+        r"writes .*0\.weight in its bucket.*, and waits for no end of sum",
     ),
     "buckets that have moved": (
         *(Bucket, "is_of", lambda *_: True, Case(usual)),

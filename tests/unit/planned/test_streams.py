@@ -9,9 +9,10 @@ import torch
 from fake_cuda import CUDA, FakeCuda, FakeStream, after, fake_cuda
 from torch import nn
 
+from bytesched.errors import PluginError
 from bytesched.plugins.planned.buckets import Bucket, Chunk
 from bytesched.plugins.planned.cutting import Cut
-from bytesched.plugins.planned.streams import Streams
+from bytesched.plugins.planned.streams import Streams, refuse_capture
 
 
 @pytest.fixture(autouse=True)
@@ -86,3 +87,11 @@ def test_what_is_done_alone_comes_after_all_streams_that_were_seen() -> None:
 def test_a_stream_is_known_once() -> None:
     streams = Streams()
     assert streams.see() is streams.see() is CUDA.default
+
+
+def test_a_graph_that_is_captured_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    refuse_capture()
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(PluginError, match="a CUDA graph is being captured"):
+        refuse_capture()

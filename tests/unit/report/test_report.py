@@ -48,7 +48,7 @@ def write_run(folder: Path, *, crossing: bool, steps: int = 5) -> Path:
             begin_ms = wait_ms + 30 + position * 10
             span("backward", f"layer{layer}", begin_ms, begin_ms + 10)
             begin_ms = wait_ms + 40 + position * 20
-            span("send", f"layer{layer}", begin_ms, begin_ms + 20, chunk=layer)
+            span("send", f"layer{layer}", begin_ms, begin_ms + 20, chunk=position)
         span("update", "optimizer", 155 + wait_ms, 160 + wait_ms)
         timeline.on_step(step, start_ns + period_ms * MS)
     timeline.close()

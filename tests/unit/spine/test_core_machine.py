@@ -193,20 +193,6 @@ def test_only_what_is_held_is_released() -> None:
         core_of(10).release()
 
 
-def test_what_is_next_may_start_while_there_is_credit() -> None:
-    core = core_of(4)
-    (task,) = planned([4])
-    assert core.may_start(task)
-    ready(core, task)
-    assert not core.may_start(task)
-    core.finish(task)
-    assert core.may_start(task)
-    followed = SchedulerCore(Following(), credit_bytes=4)
-    assert not followed.may_start(task)
-    followed.ordered([task.index])
-    assert followed.may_start(task)
-
-
 def test_story_tells_one_task_or_all() -> None:
     core = core_of(10)
     a, b = planned([10, 10])

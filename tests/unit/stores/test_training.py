@@ -23,34 +23,12 @@ TIMEOUT_S = 100.0
 SMALL = Config(partition_bytes=256, credit_bytes=512, timeout_s=TIMEOUT_S)
 
 
-class OwnPasses:
-    """Tells a session of backward passes of the thread that has made it."""
-
-    def __init__(self, watcher: Watcher) -> None:
-        self._watcher = watcher
-        self._thread = threading.get_ident()
-
-    def backward_begins(self) -> None:
-        if threading.get_ident() == self._thread:
-            self._watcher.backward_begins()
-
-    def backward_ends(self) -> None:
-        if threading.get_ident() == self._thread:
-            self._watcher.backward_ends()
-
-    def backward_failed(self, error: BaseException) -> BaseException:
-        is_own = threading.get_ident() == self._thread
-        return self._watcher.backward_failed(error) if is_own else error
-
-
 @pytest.fixture(autouse=True)
 def workers_are_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """As processes have passes of their own: a session lands before every pass that it sees."""
-    kept: list[OwnPasses] = []
 
     def watch(watcher: Watcher) -> Callable[[], None]:
-        kept.append(OwnPasses(watcher))
-        return watch_passes(kept[-1])
+        return watch_passes(watcher, thread=threading.get_ident())
 
     monkeypatch.setattr(planned_session, "watch_passes", watch)
 

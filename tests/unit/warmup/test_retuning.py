@@ -9,8 +9,7 @@ import torch
 from fake_cuda import WORK_S, fake_cuda
 
 from bytesched.plugins.planned.clocks import DeviceClock
-from bytesched.plugins.routes.carrier import Traffic
-from bytesched.plugins.warmup.retuning import Decisions, Retuning
+from bytesched.plugins.warmup.retuning import Decisions, Retuning, Traffic
 from bytesched.tunable import Decision, RunFacts, Setting, Steps
 
 UNTUNED = Setting(1 << 20, 2 << 20)

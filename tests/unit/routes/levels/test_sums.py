@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from backends import two_level_sums
 from connected import connected
+from level_ranks import two_level_sums
 from together import together
 
 from bytesched.errors import PeerLost, SchedulerClosed, TransportError

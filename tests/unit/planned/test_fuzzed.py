@@ -8,7 +8,7 @@ import fuzzing
 import pytest
 import torch
 
-from bytesched.plugins.proxies import lazy_grads, pending
+from bytesched.plugins.proxies import pending, pending_grads
 from bytesched.plugins.proxies.metadata import METADATA
 
 SEEDS, AT_A_TIME = 60, 10
@@ -36,6 +36,6 @@ def test_a_hole_in_the_guard_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
             if use.name.startswith("Tensor.") and "," not in use.name
         }
     )
-    for module in (pending, lazy_grads):
+    for module in (pending, pending_grads):
         monkeypatch.setattr(module, "METADATA", METADATA | hole)
     assert any(fuzzing.fuzzed(seed) for seed in range(40))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from bytesched.errors import PeerLost, SchedulerTimeout, TransportError
-from bytesched.plugins.engine.session import Session
+from bytesched.plugins.planned.hooked_session import HookedSession
 from bytesched.testing import Loopback
 
 STEPS = 6
@@ -108,7 +108,7 @@ def test_several_ranks_have_the_bits_of_their_mean() -> None:
     assert all(map(torch.equal, first, weights(plain)))
 
 
-def wrapped(loopback: Loopback) -> tuple[nn.Module, Optimizer, Session]:
+def wrapped(loopback: Loopback) -> tuple[nn.Module, Optimizer, HookedSession]:
     """A session after its warm-up."""
     model = mlp()
     optimizer = sgd(model)
@@ -148,12 +148,9 @@ def test_a_chunk_that_does_not_come_back_is_a_timeout() -> None:
     loopback = Loopback(timeout_s=0.5)
     model, optimizer, session = wrapped(loopback)
     loopback.hold()
-    with pytest.raises(SchedulerTimeout, match=r"waited 0\.5 s") as raised:
+    with pytest.raises(SchedulerTimeout, match=r"not all ranks came within 0\.5 s") as raised:
         train(model, optimizer)
-    # In which states things were when it was given up.
-    *_, gradients, updates = raised.value.story
-    assert re.fullmatch(r" *gradients: \d+ armed", gradients)
-    assert re.fullmatch(r" *updates: \d+ armed", updates)
+    assert re.fullmatch(r"[03]\..*", raised.value.task or "")
     session.close(release_parameters=False)
     loopback.close()
 
