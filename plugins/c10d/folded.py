@@ -69,6 +69,8 @@ def attach_folded(
         data = ranks.open("data", kind)
         control = data if kind == "gloo" else ranks.open("control")
         buffers = None
+        # Of what fails from here on, there is a trace.
+        observers = ranks.observers()
         if ddp is None:
             broadcast(data, model)
         elif kind in ("gloo", "nccl") and broadcasts_buffers(ddp):
@@ -80,7 +82,7 @@ def attach_folded(
             slots,
             config,
             GroupWire(data, control, others, device, levels),
-            ranks.observers(),
+            observers,
             accumulation=accumulation,
             setting=setting_of(config, kind),
         )

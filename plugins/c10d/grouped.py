@@ -99,6 +99,8 @@ def attach_grouped(
             return GroupWire(part, part, [], device)
 
         partitions = partitions_of(slots, grouping, control, wire_of)
+        # Of what fails from here on, there is a trace.
+        observers = ranks.observers()
         if ddp is None:
             broadcast(data, model, left_out=grouping.parted)
             for part in parts:
@@ -112,7 +114,7 @@ def attach_grouped(
             slots,
             config,
             GroupWire(data, control, others, device, levels),
-            ranks.observers(),
+            observers,
             setting=setting_of(config, kind),
             divisor=data.size,
             sync=syncs_always if weak_ddp is None else Syncing(model, weak_ddp),

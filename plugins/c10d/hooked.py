@@ -81,6 +81,8 @@ def join_hooked(
     with joining(base, name, config) as ranks:
         data = ranks.open("data", kind)
         control = data if kind == "gloo" else ranks.open("control")
+        # Of what fails from here on, there is a trace.
+        observers = ranks.observers()
         if is_broadcast:
             broadcast(data, root)
         levels = levels_of(base, ranks, data, device, name, config)
@@ -89,7 +91,7 @@ def join_hooked(
             slots,
             config,
             GroupWire(data, control, [], device, levels),
-            ranks.observers(),
+            observers,
             setting=setting_of(config, kind),
             divisor=data.size,
             sync=sync,

@@ -19,6 +19,7 @@ from bytesched.errors import TransportError
 from ..planned.clocks import PROBE
 from ..planned.source import Source
 from ..planned.wire import HOST
+from ..warmup.probing import BEFORE_PROBES
 from .operations import HorovodTimeout, Operations
 from .retrying import retry_in_background
 
@@ -70,6 +71,7 @@ class HorovodWire:
         predivide: what averaged gradients are divided by before the sum.
         name: of the session, the same on all ranks, unique in this job.
         device: where gradients are.
+        dtype: of all chunks; None: each has that of its gradients.
     """
 
     #: Horovod has no event for them
@@ -85,6 +87,7 @@ class HorovodWire:
         name: str,
         timeout_s: float,
         device: torch.device,
+        dtype: torch.dtype | None,
     ) -> None:
         self.operations = Operations(process_set, name=name, timeout_s=timeout_s)
         self.rank = self.operations.rank
@@ -92,6 +95,7 @@ class HorovodWire:
         self.timeout_s = timeout_s
         self.has_streams = device.type == "cuda"
         self._device = device
+        self._dtype = dtype
         self._op = hvd.Average if average else hvd.Sum
         self._scale = (1.0 / predivide, predivide) if average else (1.0, 1.0)
         self._divisor = self.size if average else 1
@@ -190,9 +194,10 @@ class HorovodWire:
         if self._has_given_up:
             return
         self._has_given_up = True
-        ends = {_NUMBERS: torch.float64, PROBE: torch.float32}
+        ends = {_NUMBERS: torch.float64, PROBE: torch.float32, BEFORE_PROBES: torch.float32}
         for bucket in tuple(self._source.buckets):
-            ends |= {chunk.key: chunk.sent.dtype for chunk in tuple(bucket.chunks)}
+            # Where it was never sent, it has the dtype of its gradients yet.
+            ends |= {chunk.key: self._dtype or chunk.sent.dtype for chunk in tuple(bucket.chunks)}
         left = self._announce_ends(ends)
 
         def announce() -> bool:

@@ -26,6 +26,7 @@ from ..left import name_of_horovods
 from ..planned import beginning
 from ..planned.beginning import add_optimizer, stays_plain
 from ..planned.bundles import Slot
+from ..planned.coding import DTYPES
 from ..planned.hooked_session import HookedSession
 from ..registry import announce
 from ..warmup.agree import statements
@@ -180,6 +181,7 @@ def attach(
         name=entry.name,
         timeout_s=config.timeout_s,
         device=slots[0].parameter.device,
+        dtype=DTYPES.get(config.compression),
     )
     partition_bytes = config.partition_bytes or _BUCKET_BYTES
     session = HookedSession(

@@ -14,9 +14,10 @@ import torch
 from ..update.surroundings import unseen
 from .buckets import Sent
 
-__all__ = ["Coding", "coding_of"]
+__all__ = ["DTYPES", "Coding", "coding_of"]
 
-_DTYPES: Final = {"bf16": torch.bfloat16, "fp16": torch.float16}
+#: what floating-point gradients travel in, by the setting
+DTYPES: Final = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(slots=True)
@@ -82,5 +83,5 @@ class Coding:
 
 def coding_of(compression: str, divisor: int) -> Coding | None:
     """What the setting asks for; None: gradients are sent as they are."""
-    dtype = _DTYPES.get(compression)
+    dtype = DTYPES.get(compression)
     return None if dtype is None else Coding(dtype, divisor)

@@ -12,7 +12,10 @@ import torch
 
 from bytesched.link.sizes import PROBE_WINDOW, Probe, probe_sizes
 
-__all__ = ["FromLeader", "Probing"]
+__all__ = ["BEFORE_PROBES", "FromLeader", "Probing"]
+
+#: the key of what ranks sum to begin a measurement together
+BEFORE_PROBES: Final = "before a probe"
 
 _TASK: Final = "a probe of the link"
 
@@ -71,7 +74,7 @@ class Probing:
     def _timed(self, nbytes: int) -> tuple[float, float]:
         """Seconds, and of CPU time of this process."""
         buffers = [torch.zeros(nbytes // 4, device=self._device) for _ in range(PROBE_WINDOW)]
-        self._wait(self._start(buffers[0][:1], "before a probe"), _TASK)
+        self._wait(self._start(buffers[0][:1], BEFORE_PROBES), _TASK)
         self._synchronize()
         began_s, began_cpu_s = perf_counter(), process_time()
         works: deque[Any] = deque()

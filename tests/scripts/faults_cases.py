@@ -197,15 +197,15 @@ class Script:
         functional.sgd = watched
 
     def _watch_measurement(self) -> None:
-        """Reaches "in_measurement" when the warm-up is about to measure the link."""
-        kind: Any = importlib.import_module("bytesched.plugins.warmup.first_round").WarmUp
-        real = kind._choose_sizes
+        """Reaches "in_measurement" when the link is about to be measured, for a tuner."""
+        kind: Any = importlib.import_module("bytesched.plugins.warmup.probing").Probing
+        real = kind.probes
 
         def watched(*args: Any) -> Any:
             self.at("in_measurement")
             return real(*args)
 
-        kind._choose_sizes = watched
+        kind.probes = watched
 
 
 def _raise(error: Exception) -> None:

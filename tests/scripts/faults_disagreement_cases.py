@@ -74,10 +74,10 @@ def one_does_not_wrap(who: int, timeout_s: float) -> None:
 
 def dies_in_wrap(victim: int, timeout_s: float) -> None:
     """Rank `victim` dies when it should take part in the broadcast of a plain module."""
-    ddp: Any = importlib.import_module("bytesched.plugins.c10d.ddp")
+    hooked: Any = importlib.import_module("bytesched.plugins.c10d.hooked")
     model = net()
     if dist.get_rank() == victim:
-        ddp.broadcast = lambda *_, **__: FAULTS["kill"]()
+        hooked.broadcast = lambda *_, **__: FAULTS["kill"]()
     told(lambda: wrap(sgd(model), model, timeout_s=timeout_s))
 
 

@@ -223,12 +223,12 @@ def unannounced_sparse(who: tuple[int, ...], in_step: int) -> dict[str, Any]:
     return told
 
 
-def job_to_fail(*, tuned: bool) -> HorovodJob:
+def job_to_fail(*, tuned: bool, timeout_s: float = NO_TIMEOUT_S) -> HorovodJob:
     """A wrapped job; tuned, rank 0 has a word before every step, and it is another cut."""
     if not tuned:
-        return HorovodJob(wrapped=True, timeout_s=NO_TIMEOUT_S)
+        return HorovodJob(wrapped=True, timeout_s=timeout_s)
     turns = [(Setting(256 << step % 2, 1024), 1) for step in range(10)]
-    return ScriptedHorovodJob(wrapped=True, timeout_s=NO_TIMEOUT_S, turns=turns)
+    return ScriptedHorovodJob(wrapped=True, timeout_s=timeout_s, turns=turns)
 
 
 def wait_until_nothing_is_sent(model: nn.Module) -> None:
@@ -240,11 +240,13 @@ def wait_until_nothing_is_sent(model: nn.Module) -> None:
         time.sleep(1e-3)
 
 
-def caught(moment: str, who: int, in_step: int, tuned: bool) -> dict[str, Any]:
+def caught(
+    moment: str, who: int, in_step: int, tuned: bool, compression: str = "none"
+) -> dict[str, Any]:
     """Rank `who` catches an error of its own in the middle of a step, and never trains again."""
     job = job_to_fail(tuned=tuned)
     model = mlp()
-    optimizer = job.wrap(sgd(model), model)
+    optimizer = job.wrap(sgd(model), model, compression=compression)
     boom = False
 
     def trip(grad: Tensor) -> None:
@@ -287,9 +289,9 @@ def failed_update(who: int, tuned: bool) -> dict[str, Any]:
     return told
 
 
-def gave_up_waiting(who: int, after_steps: int) -> dict[str, Any]:
+def gave_up_waiting(who: int, after_steps: int, tuned: bool) -> dict[str, Any]:
     """Rank `who` waits for the other one, but not long enough; it has announced everything."""
-    job = HorovodJob(wrapped=True, timeout_s=4 if hvd.rank() == who else NO_TIMEOUT_S)
+    job = job_to_fail(tuned=tuned, timeout_s=4 if hvd.rank() == who else NO_TIMEOUT_S)
     model = mlp()
     optimizer = job.wrap(sgd(model), model, credit_bytes=1 << 20)
     train(job, model, optimizer, steps=after_steps)

@@ -199,14 +199,19 @@ def one_wrapped_of_two_optimizers(job: HorovodJob) -> None:
     job.record_state(model, one, other)
 
 
-def process_set(job: HorovodJob, *ranks: int) -> None:
+def process_set(job: HorovodJob, *ranks: int, **arguments: Any) -> None:
     """Training on some ranks; the others train alone."""
     added = job.hvd.add_process_set(list(ranks))
     model = job.ddp(mlp())
-    arguments = {"process_set": added, "gradient_predivide_factor": 1.5}
+    arguments = {"process_set": added, "gradient_predivide_factor": 1.5, **arguments}
     optimizer = job.wrap(adamw(model), model, horovod=arguments)
     train(job, model, optimizer)
     job.record_state(model, optimizer)
     job.close()
     job.hvd.barrier()
     job.hvd.remove_process_set(added)
+
+
+def halves_in_a_process_set(job: HorovodJob, *ranks: int) -> None:
+    """The same with gradients in half precision on the wire."""
+    process_set(job, *ranks, compression=job.hvd.Compression.fp16)

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from levels_scripts import on_named_hosts
 from paths import ROOT
 from pipeline_models import (
     CPU,
@@ -123,6 +124,20 @@ def trains_as_plain(
         for n, (one, other) in enumerate(zip(expected, found, strict=True))
         if not same(one, other)
     ]
+
+
+def trains_in_two_levels(kind: str) -> None:
+    """Close to plain training, by four ranks on two hosts, of which each is a whole pipeline."""
+    pairs = replicas_alone()
+    plain, wrapped = (Pipeline(kind, pairs, "momentum") for _ in range(2))
+    expected = list(records(plain, plain=True, script=""))
+    with on_named_hosts([2, 2]):
+        bytesched.wrap(wrapped.optimizer, wrapped.schedule, **SMALL, hierarchy="on")
+    found = list(records(wrapped, plain=False, script=""))
+    assert bytesched.stats(wrapped.optimizer)["levels"] == 2
+    bytesched.unwrap(wrapped.optimizer)
+    dist.barrier()
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
 def crosses_the_barrier(kind: str) -> list[int]:

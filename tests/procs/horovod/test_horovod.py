@@ -61,8 +61,8 @@ OPTIMIZERS = (
 @each(*((scripts_optimizers.one_optimizer, name) for name in OPTIMIZERS))
 def test_optimizer(hvd_gloo: Pools, case: tuple[Any, ...]) -> None:
     for figures in check(hvd_gloo(2), *case):
-        # All but the first.
-        assert figures["barrier_crossed_steps"] == STEPS - 1
+        # On a busy machine all sums of a round may be there before step().
+        assert 0 < int(figures["barrier_crossed_steps"]) < STEPS
 
 
 @each(scripts_optimizers.muon)

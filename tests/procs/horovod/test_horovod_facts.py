@@ -117,6 +117,15 @@ def test_the_others_hear_of_a_caught_error(
 
 
 @pytest.mark.parametrize("who", [0, 1])
+@pytest.mark.parametrize("in_step", [0, 1, 3])
+def test_the_others_hear_of_it_where_gradients_are_compressed(
+    own_pool: Ranks, cases: ModuleType, who: int, in_step: int
+) -> None:
+    told = own_pool.run(cases.caught, "now", who, in_step, False, "fp16")
+    check_gave_up(told[1 - who], who)
+
+
+@pytest.mark.parametrize("who", [0, 1])
 @pytest.mark.parametrize("tuned", [False, True], ids=["", "while they wait for a word"])
 def test_the_others_hear_of_a_failed_update(
     own_pool: Ranks, cases: ModuleType, who: int, tuned: bool
@@ -128,11 +137,20 @@ def test_the_others_hear_of_a_failed_update(
 
 
 @pytest.mark.parametrize("who", [0, 1])
-@pytest.mark.parametrize("after_steps", [0, 1, 3])
+@pytest.mark.parametrize(
+    ("after_steps", "tuned"),
+    [
+        (0, False),
+        (1, False),
+        (3, False),
+        # The first round ends with a measurement of the link.
+        (0, True),
+    ],
+)
 def test_the_others_hear_of_a_timeout(
-    own_pool: Ranks, cases: ModuleType, who: int, after_steps: int
+    own_pool: Ranks, cases: ModuleType, who: int, after_steps: int, tuned: bool
 ) -> None:
-    told = own_pool.run(cases.gave_up_waiting, who, after_steps)
+    told = own_pool.run(cases.gave_up_waiting, who, after_steps, tuned)
     assert told[who]["kinds"][0] == "HorovodTimeout"
     check_gave_up(told[1 - who], who)
 
@@ -190,14 +208,15 @@ def test_ranks_agree_after_a_closure(hvd_gloo: Pools, cases: ModuleType) -> None
     assert not list(differences(one, other, "weights"))
 
 
-def test_process_set(hvd_gloo: Pools) -> None:
+@pytest.mark.parametrize("script", ["process_set", "halves_in_a_process_set"])
+def test_process_set(hvd_gloo: Pools, script: str) -> None:
     """Of two ranks, so equal to the last bit; the third is outside and trains alone."""
     from horovod_forked import HorovodRanks
     from horovod_training import compare
 
     env = {"HOROVOD_DYNAMIC_PROCESS_SETS": "1"}
     with contextlib.closing(HorovodRanks(3, env)) as ranks:
-        outcomes = ranks.run(compare, address_of(models.process_set), (0, 2))
+        outcomes = ranks.run(compare, address_of(getattr(models, script)), (0, 2))
     for found, _ in outcomes:
         assert not found, "\n".join(found[:20])
     assert [stats["mode"] for _, stats in outcomes] == ["cross", "plain", "cross"]

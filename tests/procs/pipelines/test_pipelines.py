@@ -14,6 +14,7 @@ from pipeline_cases import (
     follows_a_planned_order,
     optimizer_for_each_stage,
     trains_as_plain,
+    trains_in_two_levels,
     trains_the_example,
     unchanged_script,
     unwrapped_in_the_middle,
@@ -104,6 +105,11 @@ def test_compressed_as_by_hooks_of_ddp(kind: str, wire: str, four_ranks: Ranks) 
     fields = {"compression": wire}
     found = four_ranks.run(trains_as_plain, kind, "schedule", f"sends {wire}", "momentum", fields)
     assert found == [[]] * 4
+
+
+@pytest.mark.parametrize("kind", ["gpipe on one rank", "csv split on one rank"])
+def test_in_two_levels(kind: str, four_ranks: Ranks) -> None:
+    four_ranks.run(trains_in_two_levels, kind)
 
 
 def test_what_torch_does_without_it(four_ranks: Ranks) -> None:
