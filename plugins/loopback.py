@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as TooLate
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, NoReturn, TypeVar
@@ -267,7 +268,7 @@ class LoopbackWire:
     def wait(self, work: Any, task: str) -> None:
         try:
             work.future.result(self.timeout_s)
-        except TimeoutError:
+        except TooLate:
             raise SchedulerTimeout(
                 f"not all ranks came within {self.timeout_s:g} s", task=task, rank=self.rank
             ) from None

@@ -107,7 +107,7 @@ def attach_grouped(
                 broadcast(part, model, left_out=grouping.outside(part.members))
         else:
             refuse_other_values(slots, grouping, control)
-        levels = None if parts else levels_of(base, ranks, data, device, name, config)
+        levels = None if partitions else levels_of(base, ranks, data, device, name, config)
         others = [*parts, *(() if buffers is None else (buffers,))]
         session = HookedSession(
             model,

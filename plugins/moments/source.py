@@ -28,6 +28,9 @@ class MomentEntry(Entry):
         """See `Entry`."""
         return 2 * super().numel
 
+    def let_go(self) -> None:
+        """See `Entry`: moments stay until they are laid out anew."""
+
     def lay_out(self, member: Member, memory: torch.Tensor) -> None:
         """See `Entry`."""
         self._member = member

@@ -44,13 +44,17 @@ class Entry:
         #: of its gradient hook
         self.hook_id = -1
         #: where its gradient is sent from, and the bucket around it
-        self.view: torch.Tensor
+        self.view = slot.parameter.detach().new_empty(0)
         self.bucket: Filling
 
     @property
     def numel(self) -> int:
         """How many numbers it has in a bucket."""
         return self.slot.parameter.numel()
+
+    def let_go(self) -> None:
+        """Its bucket is none any more, and no memory of that is kept here."""
+        self.view = self.view.new_empty(0)
 
     def lay_out(self, member: Member, memory: torch.Tensor) -> None:
         """It is ``member`` of a new bucket, and ``memory`` is its own there, in one dimension."""

@@ -17,7 +17,7 @@ import torch
 from torch.autograd import Variable
 from torch.autograd.function import BackwardCFunction
 
-from bytesched.errors import PluginError, TransportError
+from bytesched.errors import PluginError
 
 from ..dependency.failures import Failures
 from ..update.surroundings import unseen
@@ -99,6 +99,8 @@ class HookSource(Source):
         #: those that got one, in that order, and how many of them before this backward pass
         self._arrived: list[Entry] = []
         self._arrived_before = 0
+        #: how often each had got one by then, if a round was open
+        self._fired_before: list[int] = []
         #: what carries the map of used parameters, if nobody has waited for it
         self._telling: Any = None
         self._fillings: list[Filling] = []
@@ -143,9 +145,10 @@ class HookSource(Source):
         """Buckets of parameters that are neighbours in ``order``, in the order of their last."""
         self._order = order
         self.let_go()
-        self._fillings.clear()
+        first = 0
         for entries in grouped(self.entries, order, self._bucket_bytes):
-            self._add_bucket(entries)
+            self._add_bucket(entries, first)
+            first += len(self.buckets[-1].chunks)
 
     def let_go(self, first: int = 0) -> None:
         if self._telling is not None:
@@ -153,8 +156,13 @@ class HookSource(Source):
             self._wire.wait_left([self._telling])
             self._telling = None
         super().let_go(first)
+        if not first:
+            # Before there are others: their memory goes now.
+            self._fillings.clear()
+            for entry in self.entries:
+                entry.let_go()
 
-    def _add_bucket(self, entries: Sequence[Entry]) -> None:
+    def _add_bucket(self, entries: Sequence[Entry], first_chunk: int) -> None:
         parameters = [entry.slot.parameter for entry in entries]
         first = parameters[0]
         sizes = [entry.numel for entry in entries]
@@ -168,7 +176,7 @@ class HookSource(Source):
             self._names,
             holds_gradients=False,
             cut=self.cut,
-            first=sum(len(other.chunks) for other in self.buckets),
+            first=first_chunk,
         )
         if (partition := entries[0].partition) is not None:
             for chunk in bucket.chunks:
@@ -225,12 +233,15 @@ class HookSource(Source):
             self._hand_over()
 
     def _refuse_second(self, entry: Entry) -> None:
-        raise PluginError(
+        error = PluginError(
             f"parameter {entry.slot.name!r} got a second gradient in one round on rank "
             f"{self._wire.rank}. Either it is used in several reentrant checkpoints, or "
             "backward() ran twice on one graph, or an earlier backward() was interrupted by an "
             "exception"
         )
+        # Other ranks wait for a round that this one cannot complete.
+        self._failures.fail(error, is_raised=True)
+        raise error
 
     def _begin(self) -> None:
         self.phase = Phase.OPEN
@@ -288,18 +299,22 @@ class HookSource(Source):
         """A backward pass begins, of this model or another."""
         self._is_callback_queued = False
         self._arrived_before = len(self._arrived)
+        self._fired_before = [entry.fired for entry in self.entries] if self._missing else []
+        self._be_last()
 
     def pass_failed(self) -> None:
         """An exception has ended it, and nothing of it was handed out: as if it had not been."""
         self._is_callback_queued = False
-        self.is_cut_short = True
-        for entry in self._arrived[self._arrived_before :]:
-            entry.fired -= 1
+        mine = self._arrived[self._arrived_before :]
+        self.is_cut_short = self.is_cut_short or bool(mine)
+        for entry in mine:
             entry.bucket.missing += 1
             self._missing += 1
         del self._arrived[self._arrived_before :]
         if not self._arrived:
             self.phase = Phase.IDLE
+        for entry, fired in zip(self.entries, self._fired_before, strict=False):
+            entry.fired = fired
 
     @property
     def absent(self) -> list[str]:
@@ -391,7 +406,7 @@ class HookSource(Source):
         numbers, work = telling
         try:
             self._wire.wait(work, "the map of used parameters")
-        except TransportError as error:
+        except Exception as error:  # noqa: BLE001 - it is raised, here and elsewhere
             self._failures.raise_first(error)
         self._telling = None
         told = numbers.tolist()
@@ -402,18 +417,22 @@ class HookSource(Source):
         return left, sorted(range(len(places)), key=places.__getitem__)
 
     def _settle(self, order: Sequence[int]) -> None:
-        """Buckets, and hooks, are what they stay."""
+        """Buckets are what they stay."""
         self._lay_out(order)
         self._listener.layout_changes()
-        for entry in self.entries:
-            # The script's own hooks, which may change the gradient, come before ours. Autograd
-            # reads the dictionary beneath an OrderedDict: move_to_end would not do.
-            hooks: Any = entry.slot.parameter._post_accumulate_grad_hooks
-            if entry.hook_id != -1:
-                hooks[entry.hook_id] = hooks.pop(entry.hook_id)
-            if self._counts_uses:
+        if self._counts_uses:
+            for entry in self.entries:
                 entry.expected = max(1, entry.fired)
         self._counts_uses = False
+
+    def _be_last(self) -> None:
+        """The script's own hooks, which may change gradients, come before ours."""
+        for entry in self.entries:
+            if (hook_id := entry.hook_id) != -1:
+                hooks: Any = entry.slot.parameter._post_accumulate_grad_hooks
+                if next(reversed(hooks)) != hook_id:
+                    # Autograd reads the dictionary below OrderedDict: move_to_end would not do.
+                    hooks[hook_id] = hooks.pop(hook_id)
 
 
 def _is_nested() -> bool:

@@ -132,7 +132,9 @@ class HookedSession(PlannedSession):
         super().backward_begins()
 
     def backward_ends(self) -> None:
-        """See `Watcher`."""
+        """See `Watcher`: passes inside of it have ended nothing, where gradients may be absent."""
+        if self._sync is not None and not self._is_off and self.error is None:
+            self.source.finish()
 
     def backward_failed(self, error: BaseException) -> BaseException:
         """See `Watcher`."""

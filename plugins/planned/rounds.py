@@ -15,6 +15,7 @@ from bytesched.tunable import Setting
 
 from ..dependency.failures import Failures
 from ..figures.meter import Meter
+from ..proxies.pending_grads import PendingGrad
 from ..queries.operations import ASKING
 from ..warmup.retuning import Traffic
 from .buckets import Bucket, Chunk, Member
@@ -223,7 +224,7 @@ class Rounds:
             if self.owners is None and self.sending.halves is None:
                 try:
                     self.planning.round_begins()
-                except TransportError as error:
+                except Exception as error:  # noqa: BLE001 - it is raised, here and elsewhere
                     self._failures.raise_first(error)
             self.meter.round_begins()
 
@@ -232,7 +233,7 @@ class Rounds:
         try:
             self.planning.landed()
             self._splitting.landed()
-        except TransportError as error:
+        except Exception as error:  # noqa: BLE001 - it is raised, here and elsewhere
             self._failures.raise_first(error)
 
     def _split(self) -> None:
@@ -326,6 +327,10 @@ class Rounds:
 
     def _settle(self, member: Member) -> None:
         if not member.bucket.is_under_way:
+            if member.pending is not None and type(member.pending()) is PendingGrad:
+                raise PluginError(
+                    f"{member.name}.grad was landed by another thread before it was handed out"
+                )
             # Another one of its bucket has brought it.
             self.meter.causes.read(member.name, 0)
             return

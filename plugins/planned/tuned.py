@@ -12,7 +12,6 @@ from typing import Final
 import torch
 
 from bytesched.config import Config
-from bytesched.errors import TransportError
 from bytesched.tunable import Decision, RunFacts, Setting, find_tuner
 
 from ..dependency.failures import Failures
@@ -160,5 +159,5 @@ class Tuned:
     def _wait(self, work: object, task: str) -> None:
         try:
             self._wire.wait(work, task)
-        except TransportError as error:
+        except Exception as error:  # noqa: BLE001 - it is raised, here and elsewhere
             self._failures.raise_first(error)

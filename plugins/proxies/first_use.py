@@ -138,19 +138,19 @@ class FirstUse:
         The owner waits. If it was not called although the parameter is used (a ParameterList,
         the out_proj of MultiheadAttention), its nearest called ancestor waits as well.
         """
-        waits: dict[int, list[nn.Parameter]] = {}
+        waits: dict[int, dict[int, nn.Parameter]] = {}
         for key, parameter in self._parameters.items():
             for owner in self._owners.get(key, ()):
                 if owner not in self._compiled:
-                    waits.setdefault(owner, []).append(parameter)
+                    waits.setdefault(owner, {})[key] = parameter
             if used(parameter):
                 for guardian in self._guardians(key):
-                    if parameter not in _by_identity(waits.get(guardian, ())):
-                        waits.setdefault(guardian, []).append(parameter)
+                    waits.setdefault(guardian, {})[key] = parameter
         for module_key, parameters in waits.items():
             module = self._modules[module_key]()
             if module is not None:
-                yield module, self._names[module_key] or type(module).__name__, parameters
+                name = self._names[module_key] or type(module).__name__
+                yield module, name, list(parameters.values())
 
     def _guardians(self, key: int) -> Iterator[int]:
         for owner in self._owners.get(key, ()):
@@ -159,11 +159,3 @@ class FirstUse:
                 module = self._parents[module]
             if module is not None:
                 yield module
-
-
-class _by_identity:
-    def __init__(self, items: Sequence[object]) -> None:
-        self._ids = {id(item) for item in items}
-
-    def __contains__(self, item: object) -> bool:
-        return id(item) in self._ids
