@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+from torch.utils.checkpoint import checkpoint
 from training import STEPS, Job, adamw, as_array, mlp, sgd, train
 
 
@@ -296,6 +297,54 @@ def user_hooks_after_accumulation(job: Job, made: str) -> None:
     if made == "before":
         job.wrap(optimizer, model)
     train(job, model, optimizer)
+    job.record_state(model, optimizer)
+
+
+def user_hooks_registered_late(job: Job) -> None:
+    """Hooks that come when rounds have settled, of each parameter at another time."""
+    model = job.ddp(mlp())
+    optimizer = job.wrap(sgd(model), model)
+    parameters = list(model.parameters())
+
+    def triple(p: Tensor) -> None:
+        assert p.grad is not None
+        p.grad.mul_(3.0)
+
+    def before_step(step: int) -> None:
+        if step < len(parameters):
+            parameters[step].register_post_accumulate_grad_hook(triple)
+
+    train(job, model, optimizer, before_step=before_step)
+    job.record_state(model, optimizer)
+
+
+def norms_of_nested_passes(job: Job) -> None:
+    """Every backward pass of a layer runs inside another one, and one parameter takes no part."""
+    torch.manual_seed(0)
+    layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = layers
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers[:2]:
+                x = checkpoint(layer, x, use_reentrant=True)
+            return x
+
+    # DDP cannot look for what is unused behind such a checkpoint.
+    model = Checkpointed()
+    optimizer = job.wrap(sgd(model), model)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        model(job.inputs(step).requires_grad_()).square().sum().backward()
+        if not job.wrapped:
+            for p in layers[:2].parameters():
+                assert p.grad is not None
+                dist.all_reduce(p.grad.div_(dist.get_world_size()))
+        job.record(f"norm {step}", nn.utils.clip_grad_norm_(model.parameters(), 1.0))
+        optimizer.step()
     job.record_state(model, optimizer)
 
 

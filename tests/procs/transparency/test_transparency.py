@@ -223,9 +223,15 @@ def test_module_without_ddp(two_ranks: Ranks, name: str) -> None:
     gradients.gradients_referred_to,
     gradients.gradient_data_assigned,
     gradients.gradients_kept,
+    gradients.user_hooks_registered_late,
 )
 def test_gradients_of_a_module_without_ddp(two_ranks: Ranks, script: Callable[..., None]) -> None:
     check(two_ranks, script, module_alone=True)
+
+
+def test_norms_of_nested_passes_of_a_module_without_ddp(two_ranks: Ranks) -> None:
+    script = gradients.norms_of_nested_passes
+    check(two_ranks, script, module_alone=True, find_unused_parameters=True)
 
 
 def test_module_without_ddp_starts_as_on_the_first_rank(two_ranks: Ranks) -> None:
