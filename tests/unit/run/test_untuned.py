@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 from collections import OrderedDict
@@ -49,6 +50,8 @@ def step(
 def test_it_is_said_once_and_why(
     step: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # As where a DDP has been made.
+    importlib.import_module("bytesched.plugins.script.watched")
     said = {("DistributedDataParallel of Net", "there is one rank"): None}
     monkeypatch.setattr(left, "_left", said)
     for _ in range(PATIENCE_STEPS - 1):
