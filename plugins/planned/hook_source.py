@@ -92,6 +92,8 @@ class HookSource(Source):
             self.entries.append(self.entry_kind(index, slot, partition, cell))
         self._by_id = {id(entry.slot.parameter): entry for entry in self.entries}
         self._is_callback_queued = False
+        #: a pass inside another one has ended, and has not ended the round
+        self._is_left_to_outer = False
         #: parameters without a gradient in this round
         self._missing = 0
         #: an exception has ended a backward pass before anything of it was handed out
@@ -331,10 +333,19 @@ class HookSource(Source):
         self._is_callback_queued = False
         if self.phase is not Phase.OPEN:
             return
-        if self._missing and (not self._may_be_absent or _is_nested()):
-            # The pass around this one, or that of another loss, may bring the rest.
+        if self._missing and not self._may_be_absent:
+            # The pass of another loss may bring the rest.
+            return
+        if self._missing and _is_nested():
+            # So may the pass around this one, which need not call us.
+            self._is_left_to_outer = True
             return
         self._finish()
+
+    def outer_ends(self) -> None:
+        """A backward pass is over that is not inside of another one."""
+        if self._is_left_to_outer:
+            self.finish()
 
     def finish(self) -> None:
         """Ends the open round, where it need not be complete; see `absent`."""
@@ -357,6 +368,7 @@ class HookSource(Source):
         self._finish()
 
     def _finish(self) -> None:
+        self._is_left_to_outer = False
         is_early = self.is_early
         absent = [entry for entry in self.entries if entry.fired < entry.expected]
         for entry in absent:

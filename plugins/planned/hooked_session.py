@@ -132,9 +132,9 @@ class HookedSession(PlannedSession):
         super().backward_begins()
 
     def backward_ends(self) -> None:
-        """See `Watcher`: passes inside of it have ended nothing, where gradients may be absent."""
+        """See `Watcher`: a pass inside of it may have left the round open."""
         if self._sync is not None and not self._is_off and self.error is None:
-            self.source.finish()
+            self.source.outer_ends()
 
     def backward_failed(self, error: BaseException) -> BaseException:
         """See `Watcher`."""

@@ -63,7 +63,7 @@ def test_what_ddp_does_costs_few_calls_more(two_ranks: Ranks, layers: int) -> No
 
 @pytest.mark.slow
 @pytest.mark.procs
-@pytest.mark.parametrize(("in_ddp", "functions", "files"), [(True, 52, 20), (False, 55, 21)])
+@pytest.mark.parametrize(("in_ddp", "functions", "files"), [(True, 64, 22), (False, 66, 23)])
 def test_a_gradient_meets_few_functions(
     two_ranks: Ranks, in_ddp: bool, functions: int, files: int
 ) -> None:
