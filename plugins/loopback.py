@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as TooLate
 from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from bytesched.config import Config
-from bytesched.errors import PeerLost, PluginError, SchedulerTimeout
+from bytesched.errors import PeerLost, SchedulerTimeout
 from bytesched.observe import Observers
 from bytesched.tunable import Setting
 
@@ -252,18 +252,6 @@ class LoopbackWire:
     def start_largest(self, numbers: torch.Tensor) -> Any:
         self._told += 1
         return self._loopback.add(f"numbers {self._told}", self.rank, numbers, is_chunk=False)
-
-    def exchange(self, into: torch.Tensor, sent: torch.Tensor) -> NoReturn:
-        raise PluginError("gradients go whole over a loopback")
-
-    def all_to_all(
-        self,
-        into: torch.Tensor,
-        sent: torch.Tensor,
-        into_numels: Sequence[int],
-        sent_numels: Sequence[int],
-    ) -> NoReturn:
-        raise PluginError("gradients go whole over a loopback")
 
     def wait(self, work: Any, task: str) -> None:
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from ctypes import c_float
 from typing import Any, Final
 from zlib import crc32
@@ -129,18 +129,6 @@ class HorovodWire:
         scale = _unfused(self._announced % _FACTORS, tensor.dtype, self._scale, self._divisor)
         handle = self.operations.allreduce(tensor, key, self._op, scale)
         return _Sum(self.operations, handle)
-
-    def exchange(self, into: torch.Tensor, sent: torch.Tensor) -> Any:
-        raise NotImplementedError("gradients go whole")
-
-    def all_to_all(
-        self,
-        into: torch.Tensor,
-        sent: torch.Tensor,
-        into_numels: Sequence[int],
-        sent_numels: Sequence[int],
-    ) -> Any:
-        raise NotImplementedError("all ranks update all parameters")
 
     def start_largest(self, numbers: torch.Tensor) -> _Sum:
         """See `Wire`. A rank that has joined tells zeros: what is compared differs then."""

@@ -26,7 +26,7 @@ from .buckets import Chunk
 from .pairs import Pair
 from .questions import Questions
 from .spans import Spans
-from .wire import Wire
+from .wire import Exchanging
 
 __all__ = ["Halves"]
 
@@ -43,7 +43,7 @@ class Halves:
         observers: they are told when something was under way.
     """
 
-    def __init__(self, wire: Wire, meter: Meter, observers: Observers) -> None:
+    def __init__(self, wire: Exchanging, meter: Meter, observers: Observers) -> None:
         self._wire = wire
         self._meter = meter
         self._observers = observers

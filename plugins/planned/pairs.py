@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from .buckets import Chunk
-from .wire import Wire
+from .wire import Exchanging
 
 __all__ = ["Pair"]
 
@@ -24,7 +24,7 @@ class Pair:
         self.first = first
         self._received: torch.Tensor | None = None
 
-    def begin_sum(self, wire: Wire) -> Any:
+    def begin_sum(self, wire: Exchanging) -> Any:
         """Begins to send what the other rank sums, and to take what this one does."""
         self._received = torch.empty_like(self._memory(self._own))
         return wire.exchange(self._received, self._memory(self._other))
@@ -37,7 +37,7 @@ class Pair:
                 self._own.sent.add_(self._received)
         self._received = None
 
-    def begin_return(self, wire: Wire) -> Any:
+    def begin_return(self, wire: Exchanging) -> Any:
         """Begins to send what this rank has summed, and to take what the other one has."""
         work = wire.exchange(self._memory(self._other), self._memory(self._own))
         for chunk in (self._own, self._other):

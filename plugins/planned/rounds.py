@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 from time import perf_counter_ns
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from bytesched.config import Config
 from bytesched.errors import PluginError, TransportError
@@ -33,7 +33,7 @@ from .source import MakeSource
 from .splitting import Splitting
 from .turns import ModelTurns
 from .updates import Updates
-from .wire import Wire
+from .wire import Exchanging, Wire
 
 __all__ = ["OpenUpdates", "Owners", "Rounds"]
 
@@ -248,7 +248,9 @@ class Rounds:
         self.begin_anew()
         self.source.let_go()
         self.source.cut = partial(cut_dealt, ways=ways, chunk_bytes=self._halves_bytes)
-        self.sending.halves = Halves(self._wire, self.meter, self._observers)
+        # Who gives `halves_bytes` has such a wire.
+        wire = cast(Exchanging, self._wire)
+        self.sending.halves = Halves(wire, self.meter, self._observers)
         if self._wire.rank == 0:
             log.info(
                 "the script asks for norms of its gradients, or scales them, before step(): every "

@@ -12,7 +12,7 @@ from bytesched.errors import SchedulerTimeout
 from ..routes.groups.group import Group
 from ..routes.levels.sums import TwoLevelSums
 
-__all__ = ["HOST", "GroupWire", "LoneWire", "Summing", "Wire"]
+__all__ = ["HOST", "Exchanging", "GroupWire", "LoneWire", "Summing", "Wire"]
 
 #: where there are no streams
 HOST: Final = -1
@@ -48,21 +48,6 @@ class Wire(Summing, Protocol):
     #: ``work.get_future()`` calls the host at the end of a sum; else a wait shows that it has ended
     sees_ends: bool
 
-    def exchange(self, into: torch.Tensor, sent: torch.Tensor) -> Any:
-        """Begins to send ``sent`` to the other of two ranks, and to take its; returns the work.
-
-        On the host alone.
-        """
-
-    def all_to_all(
-        self,
-        into: torch.Tensor,
-        sent: torch.Tensor,
-        into_numels: Sequence[int],
-        sent_numels: Sequence[int],
-    ) -> Any:
-        """Begins to send each rank so much of ``sent``, and to take as much; returns the work."""
-
     def start_largest(self, numbers: torch.Tensor) -> Any:
         """Begins to make ``numbers``, on the host, the largest of all ranks; returns the work."""
 
@@ -80,6 +65,25 @@ class Wire(Summing, Protocol):
 
     def close(self) -> None:
         """Lets go of everything; nothing must be under way."""
+
+
+class Exchanging(Wire, Protocol):
+    """A wire on which ranks send each other parts, too."""
+
+    def exchange(self, into: torch.Tensor, sent: torch.Tensor) -> Any:
+        """Begins to send ``sent`` to the other of two ranks, and to take its; returns the work.
+
+        On the host alone.
+        """
+
+    def all_to_all(
+        self,
+        into: torch.Tensor,
+        sent: torch.Tensor,
+        into_numels: Sequence[int],
+        sent_numels: Sequence[int],
+    ) -> Any:
+        """Begins to send each rank so much of ``sent``, and to take as much; returns the work."""
 
 
 class GroupWire:

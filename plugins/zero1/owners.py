@@ -20,7 +20,7 @@ from ..figures.meter import Meter
 from ..layout.memory import is_dense
 from ..planned.buckets import Bucket, Member
 from ..planned.bundles import Slot
-from ..planned.wire import Wire
+from ..planned.wire import Exchanging
 from ..routes.groups.group import Group
 from ..update.separable import is_elementwise
 from .agreement import Agreement, Kind, digest_of
@@ -51,7 +51,7 @@ class Owners:
     def __init__(
         self,
         slots: Sequence[Slot],
-        wire: Wire,
+        wire: Exchanging,
         group: Group,
         base: dist.ProcessGroup,
         reduced: Sequence[nn.Parameter],

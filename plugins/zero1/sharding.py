@@ -16,7 +16,7 @@ from ..planned.bundles import Slot
 from ..planned.rounds import OpenUpdates
 from ..planned.sending import Sending
 from ..planned.updates import Updates
-from ..planned.wire import Wire
+from ..planned.wire import Exchanging
 from ..routes.groups.group import Group
 from .owners import Owners
 from .updates import ShardedUpdates
@@ -25,7 +25,7 @@ __all__ = ["sharding"]
 
 
 def sharding(
-    wire: Wire,
+    wire: Exchanging,
     group: Group,
     base: dist.ProcessGroup,
     reduced: Sequence[nn.Parameter],

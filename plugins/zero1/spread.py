@@ -10,7 +10,7 @@ import torch
 
 from ..planned.buckets import Sent
 from ..planned.bundles import Slot
-from ..planned.wire import Wire
+from ..planned.wire import Exchanging
 from ..update.surroundings import unseen
 from .ownership import Ownership, Part, Piece
 from .sums import bytes_of
@@ -53,7 +53,7 @@ class Row(Sent):
         memory = self.slots[0].parameter.new_empty(sum(layout.numels), requires_grad=False)
         super().__init__(layout.index, memory, layout.name)
 
-    def begin(self, wire: Wire, mine: Sequence[torch.Tensor]) -> Any:
+    def begin(self, wire: Exchanging, mine: Sequence[torch.Tensor]) -> Any:
         """Begins to send ``mine``, what this rank owns of it, and to take what others own."""
         size = self.sent.element_size()
         with unseen():

@@ -16,7 +16,7 @@ from bytesched.observe import Observers
 
 from ..planned.buckets import Bucket, Member
 from ..planned.spans import Spans
-from ..planned.wire import Wire
+from ..planned.wire import Exchanging
 from ..update.surroundings import unseen
 from .ownership import Ownership, Piece
 
@@ -66,7 +66,7 @@ class _Row:
         self._received: torch.Tensor | None = None
         self.work: Any = None
 
-    def begin_sum(self, wire: Wire) -> Any:
+    def begin_sum(self, wire: Exchanging) -> Any:
         """Begins to send what others own, and to take theirs of what this rank owns."""
         own = [0 if rank == self._rank else self._numels[self._rank] for rank in self._ranks]
         sends = [0 if rank == self._rank else self._numels[rank] for rank in self._ranks]
@@ -82,7 +82,7 @@ class _Row:
             for theirs in taken.view(len(self._others), -1) if own else ():
                 torch._foreach_add_(own, list(theirs.split(sizes)))
 
-    def begin_return(self, wire: Wire) -> Any:
+    def begin_return(self, wire: Exchanging) -> Any:
         """Begins to send what this rank has summed to all, and to take the other sums."""
         sends = [0 if rank == self._rank else self._numels[self._rank] for rank in self._ranks]
         into = [0 if rank == self._rank else self._numels[rank] for rank in self._ranks]
@@ -97,7 +97,7 @@ class _Row:
                 torch._foreach_copy_(parts, list(came))
 
     def _begin(
-        self, wire: Wire, parts: list[torch.Tensor], into: Sequence[int], sends: Sequence[int]
+        self, wire: Exchanging, parts: list[torch.Tensor], into: Sequence[int], sends: Sequence[int]
     ) -> Any:
         buffer = self.bucket.buffer
         size = buffer.element_size()
@@ -137,7 +137,9 @@ class Sums:
         wait: returns when what the calling thread does next comes after the end of a work.
     """
 
-    def __init__(self, wire: Wire, carried: Carried, wait: Callable[[Any, str], None]) -> None:
+    def __init__(
+        self, wire: Exchanging, carried: Carried, wait: Callable[[Any, str], None]
+    ) -> None:
         self._wire = wire
         self._carried = carried
         self._wait = wait

@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as TooLate
 from concurrent.futures import wait as wait_for
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 import torch
 
@@ -97,12 +97,6 @@ class StoreWire:
         told = self._told[place] = Work()
         self.start(rows, place).add_done_callback(partial(_take_largest, rows, numbers, told))
         return told
-
-    def exchange(self, *args: Any) -> Any:
-        """A store has sums alone."""
-        raise AssertionError("a store has sums alone")
-
-    all_to_all = exchange
 
     # -- pushes and pulls --------------------------------------------------------------
 
