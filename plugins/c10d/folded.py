@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import weakref
-from contextlib import ExitStack
 
 import torch
 from torch import nn
@@ -20,12 +18,12 @@ from ..planned.beginning import slots_of
 from ..planned.wire import GroupWire
 from ..routes.groups.opening import kind_of
 from ..warmup.agree import statements
-from .buffers import BufferBroadcast, broadcasts_buffers
+from .buffers import broadcasts_buffers
 from .carrying import broadcast, levels_of
 from .entry import Entry
 from .hooked import refuse_part_of_ddp, setting_of
 from .joining import joining
-from .shell import ignored_by, take_over
+from .shell import ignored_by, keep_as_shell
 
 __all__ = ["attach_folded"]
 
@@ -89,14 +87,7 @@ def attach_folded(
     if config.tune and data.rank == 0:
         log.warning("tune is on, but sizes stay as they are with accumulate='adama'")
     if ddp is not None:
-        with ExitStack() as half_attached:
-            half_attached.callback(session.close)
-            if buffers is not None:
-                session.on_close(BufferBroadcast(buffers, session.raise_first).take_over(ddp))
-            # Last of all: from here on, the session sums or nobody does.
-            reduced = frozenset(id(p) for p in ddp.parameters() if p.requires_grad)
-            session.on_close(take_over(weakref.ref(ddp), reduced))
-            half_attached.pop_all()
+        keep_as_shell(ddp, session, buffers)
     return session
 
 

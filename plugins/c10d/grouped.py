@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Sequence
-from contextlib import ExitStack
 
 import torch
 from torch import nn
@@ -23,7 +22,7 @@ from ..planned.wire import GroupWire, LoneWire, Summing
 from ..routes.groups.group import Group
 from ..routes.groups.opening import kind_of, open_part
 from ..warmup.agree import statements
-from .buffers import BufferBroadcast, broadcasts_buffers
+from .buffers import broadcasts_buffers
 from .carrying import broadcast, levels_of
 from .entry import Entry
 from .grouping import (
@@ -37,7 +36,7 @@ from .grouping import statements as group_statements
 from .hooked import refuse_part_of_ddp, setting_of, syncs_always
 from .joining import joining
 from .planning import refuse_halves
-from .shell import ignored_by, take_over
+from .shell import ignored_by, keep_as_shell
 from .syncing import Syncing
 
 __all__ = ["attach_grouped"]
@@ -123,15 +122,8 @@ def attach_grouped(
             partitions=partitions,
             carrier=kind,
         )
-    with ExitStack() as half_attached:
-        half_attached.callback(session.close)
-        if ddp is not None and weak_ddp is not None:
-            if buffers is not None:
-                session.on_close(BufferBroadcast(buffers, session.raise_first).take_over(ddp))
-            # Last of all: from here on, gradients are reduced by the session or not at all.
-            reduced = frozenset(id(p) for p in ddp.parameters() if p.requires_grad)
-            session.on_close(take_over(weak_ddp, reduced))
-        half_attached.pop_all()
+    if ddp is not None:
+        keep_as_shell(ddp, session, buffers)
     return session
 
 

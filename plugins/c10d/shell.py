@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Set
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -12,9 +13,30 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bytesched.errors import PluginError
 
+from ..planned.hooked_session import HookedSession
 from ..planned.reducer import requiring_gradients
+from ..routes.groups.group import Group
+from .buffers import BufferBroadcast
 
-__all__ = ["finalize_outstanding", "finalizes_by_hand", "ignored_by", "take_over"]
+__all__ = ["finalize_outstanding", "finalizes_by_hand", "ignored_by", "keep_as_shell", "take_over"]
+
+
+def keep_as_shell(
+    ddp: DistributedDataParallel, session: HookedSession, buffers: Group | None
+) -> None:
+    """``ddp`` keeps what it does but for sums, until ``session`` ends.
+
+    Args:
+        buffers: what those are broadcast on, if they are.
+    """
+    with ExitStack() as half_attached:
+        half_attached.callback(session.close)
+        if buffers is not None:
+            session.on_close(BufferBroadcast(buffers, session.raise_first).take_over(ddp))
+        # Last of all: from here on, the session sums or nobody does.
+        reduced = frozenset(id(p) for p in ddp.parameters() if p.requires_grad)
+        session.on_close(take_over(weakref.ref(ddp), reduced))
+        half_attached.pop_all()
 
 
 def take_over(
