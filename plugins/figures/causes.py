@@ -66,18 +66,17 @@ class Causes:
 
     def read(self, name: str, waited_ns: int) -> None:
         """The gradient ``name`` is read, and was waited for; called from where that happens."""
-        if (cause := self._cause(waited_ns)) is not None:
-            cause.names.add(name)
+        # Of every gradient in every iteration: most come when no more time is spent on it.
+        if self._spent_ns <= _BUDGET_NS:
+            self._cause(waited_ns).names.add(name)
 
     def asked(self, waited_ns: int) -> None:
         """As `read`, where norms of all gradients were asked for and waited for."""
-        if (cause := self._cause(waited_ns)) is not None:
-            cause.asked = True
+        if self._spent_ns <= _BUDGET_NS:
+            self._cause(waited_ns).asked = True
 
-    def _cause(self, waited_ns: int) -> _Cause | None:
-        """That of the user's line which is running; None when no more time is spent on it."""
-        if self._spent_ns > _BUDGET_NS:
-            return None
+    def _cause(self, waited_ns: int) -> _Cause:
+        """That of the user's line which is running."""
         began_ns = perf_counter_ns()
         cause = self._causes.setdefault(place(), _Cause())
         cause.waited_ns += waited_ns

@@ -28,7 +28,10 @@ from .dealing import Gradient
 from .spans import Spans
 from .wire import Wire
 
-__all__ = ["Planning", "Stage", "first_gates"]
+__all__ = ["PLANNED_IN", "Planning", "Stage", "first_gates"]
+
+#: rounds of a layout until there is a plan: it is compared, measured, told, and agreed on
+PLANNED_IN: Final = 4
 
 #: rounds of a layout that are measured; each is followed by one in which nothing is
 _MEASURED: Final = (1, 5, 13, 29, 61, 125, 253, 509)

@@ -325,17 +325,17 @@ class Rounds:
     def settle(self, member: Member) -> None:
         """See `Sums`."""
         with self.updates.lock:
-            self._settle(member)
-
-    def _settle(self, member: Member) -> None:
-        if not member.bucket.is_under_way:
+            if member.bucket.is_under_way:
+                self._land(member)
+                return
             if member.pending is not None and type(member.pending()) is PendingGrad:
                 raise PluginError(
                     f"{member.name}.grad was landed by another thread before it was handed out"
                 )
             # Another one of its bucket has brought it.
             self.meter.causes.read(member.name, 0)
-            return
+
+    def _land(self, member: Member) -> None:
         by = f"{member.name}.grad"
         is_here = not self.sending.outstanding_bytes(member.bucket.chunks)
         began_ns = perf_counter_ns()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from bytesched.errors import PluginError
 from bytesched.share.turn import HELD, released
@@ -165,12 +165,12 @@ class Sending:
         """Whether a wait is only queued, on a stream of a device."""
         return self._wire.has_streams
 
-    @contextmanager
-    def alone(self) -> Iterator[None]:
+    def alone(self) -> AbstractContextManager[None]:
         """Around writes to gradients or parameters that kernels on other streams may use."""
-        if not self._wire.has_streams:
-            yield
-            return
+        return self._apart() if self._wire.has_streams else nullcontext()
+
+    @contextmanager
+    def _apart(self) -> Iterator[None]:
         self._streams.join()
         try:
             yield

@@ -25,8 +25,6 @@ from .wire import Wire
 __all__ = ["Tuned"]
 
 _KNOBS: Final = frozenset({"partition_bytes", "credit_bytes", "policy"})
-#: rounds after the first one until a plan is in force
-_PLANNED_IN: Final = 6
 _HOST_BYTES: Final = 6
 
 
@@ -133,7 +131,7 @@ class Tuned:
             probes=tuple(probes),
             untuned=self._untuned,
             knobs=self._knobs,
-            first_steps=_PLANNED_IN,
+            first_steps=self._changed_steps,
             changed_steps=self._changed_steps,
         )
         return self._decisions.first(lambda: facts, self._untuned)

@@ -217,7 +217,9 @@ class AliasedState(dict[Any, Any]):
         self._real = real
 
     def __missing__(self, alias: Any) -> Any:
-        return self._state.raw(self._real.get(alias, alias))
+        real = self._real.get(alias, alias)
+        entry = dict.get(self._state, real)
+        return self._state.raw(real) if entry is None else entry
 
     def __contains__(self, alias: Any) -> bool:
         return dict.__contains__(self._state, self._real.get(alias, alias))

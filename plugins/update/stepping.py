@@ -100,7 +100,7 @@ class Stepping:
                 log.info("an older optimizer has %r, and is no longer deferred", name)
             if shared or not other.is_alive:
                 self._leave(other)
-        deferred = Deferred(optimizer, kind, self._synchronize_all, cross=cross)
+        deferred = Deferred(optimizer, kind, self._steps.synchronize_all, cross=cross)
         handles: list[RemovableHandle] = []
         try:
             handles.append(optimizer.register_step_pre_hook(partial(self._before_step, deferred)))
@@ -110,7 +110,7 @@ class Stepping:
             post_hooks: Any = optimizer._optimizer_step_post_hooks
             post_hooks.move_to_end(handles[1].id, last=False)
             handles += [
-                optimizer.register_state_dict_pre_hook(lambda _: self._synchronize_all()),
+                optimizer.register_state_dict_pre_hook(lambda _: self._steps.synchronize_all()),
                 optimizer.register_load_state_dict_pre_hook(partial(self._before_load, model)),
                 optimizer.register_load_state_dict_post_hook(lambda _: deferred.guard()),
             ]
@@ -124,7 +124,7 @@ class Stepping:
 
     def _leave(self, deferred: Deferred) -> None:
         """Its steps are the optimizer's own."""
-        self._synchronize_all()
+        self._steps.synchronize_all()
         for handle in self._deferred.pop(deferred):
             handle.remove()
         deferred.unguard()
@@ -146,12 +146,8 @@ class Stepping:
         for deferred in self._deferred:
             deferred.cross = False
 
-    def _synchronize_all(self) -> None:
-        if not self._steps.are_off:
-            self._steps.synchronize_all()
-
     def _before_load(self, model: nn.Module | None, *_: Any) -> None:
-        self._synchronize_all()
+        self._steps.synchronize_all()
 
     def _before_step(
         self, deferred: Deferred, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any

@@ -17,7 +17,7 @@ from bytesched.observe import Observer, Observers
 from bytesched.plugins.planned import clocks, planning
 from bytesched.plugins.planned.buckets import Chunk
 from bytesched.plugins.planned.clocks import HostClock
-from bytesched.plugins.planned.planning import Planning, Stage, first_gates
+from bytesched.plugins.planned.planning import PLANNED_IN, Planning, Stage, first_gates
 
 MS = 1_000_000
 
@@ -162,10 +162,6 @@ class Job:
     @property
     def stages(self) -> list[Stage]:
         return [rank.planning.stage for rank in self.ranks]
-
-
-#: rounds until a plan is followed: buckets are compared, one is measured, told, planned, agreed on
-PLANNED_IN = 4
 
 
 def test_a_plan_takes_four_rounds() -> None:
