@@ -29,7 +29,6 @@ from ..update.separable import refuse_to_shard
 from .buffers import broadcasts_buffers
 from .entry import Entry
 from .folded import attach_folded
-from .grouped import attach_grouped
 from .grouping import grouping_of, has_groups, reduces_itself, refuse_other_groups
 from .hooked import attach_hooked
 from .planning import attach_planned, is_complex, why_not_sharded
@@ -180,10 +179,8 @@ def begin(
             session = attach_folded(
                 optimizer, model, ddp, config, entry, accumulation, has_groups=is_grouped
             )
-        elif is_grouped or (ddp is not None and is_complex(ddp)):
-            session = attach_grouped(optimizer, model, ddp, config, entry, grouping)
-        elif ddp is None:
-            session = attach_hooked(optimizer, model, config, entry)
+        elif ddp is None or is_grouped or is_complex(ddp):
+            session = attach_hooked(optimizer, model, ddp, config, entry, grouping)
         else:
             session = attach_planned(optimizer, model, ddp, config, entry)
         try:

@@ -1,9 +1,15 @@
-"""A model whose gradients hooks of ours take: how its ranks come together."""
+"""A model whose gradients hooks of ours take: how its ranks meet.
+
+It is a plain module, or a DDP of which some ranks reduce some parameters, or whose gradients are
+complex: there DDP cannot be the source.
+"""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+import logging
+import weakref
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -16,89 +22,123 @@ from bytesched.tunable import Setting
 from ..planned.beginning import slots_of
 from ..planned.bundles import Slot
 from ..planned.hooked_session import HookedSession
-from ..planned.wire import GroupWire
-from ..routes.groups.opening import kind_of
+from ..planned.wire import GroupWire, LoneWire, Summing
+from ..routes.groups.group import Group
+from ..routes.groups.opening import kind_of, open_part
 from ..warmup.agree import statements
+from .buffers import broadcasts_buffers
 from .carrying import broadcast, levels_of
 from .entry import Entry
+from .grouping import (
+    Grouping,
+    partitions_of,
+    refuse_levels,
+    refuse_other_values,
+    refuse_reduced,
+)
+from .grouping import statements as group_statements
 from .joining import joining
 from .planning import BUCKET_BYTES, refuse_halves
+from .shell import ignored_by, keep_as_shell
+from .syncing import Syncing
 
-__all__ = ["attach_hooked", "join_hooked", "refuse_part_of_ddp", "setting_of", "syncs_always"]
+__all__ = ["attach_hooked", "setting_of"]
+
+log = logging.getLogger("bytesched")
 
 
 def attach_hooked(
-    optimizer: torch.optim.Optimizer, model: nn.Module, config: Config, entry: Entry
+    optimizer: torch.optim.Optimizer,
+    model: nn.Module,
+    ddp: DistributedDataParallel | None,
+    config: Config,
+    entry: Entry,
+    grouping: Grouping,
 ) -> HookedSession:
     """A session for ``model``, to which ``optimizer`` is to be added; collective.
 
     Args:
+        ddp: ``model``, or the DDP that is compiled there; None: a plain module.
         entry: what the ranks go through together.
     """
-    refuse_part_of_ddp(model)
-    slots = slots_of(model, optimizer, kind=Slot)
     refuse_halves(entry.base, config)
+    if grouping.ids:
+        refuse_levels(config)
+    if ddp is None:
+        refuse_part_of_ddp(model)
+    else:
+        refuse_reduced(ddp, grouping)
+    ignored = set() if ddp is None else {id(p) for p in ignored_by(ddp)} - grouping.ids
+    slots = slots_of(model, optimizer, ignored=ignored, kind=Slot)
+    find_unused = _finds_unused(ddp, config, grouping)
+    is_static = ddp is not None and ddp.static_graph
     entry.agree(
         [
+            *group_statements(slots, grouping),
             *statements(slots, optimizer, config),
-            f"find_unused_parameters = {config.find_unused_parameters}",
+            f"find_unused_parameters = {find_unused}",
+            f"static_graph = {is_static}",
         ],
         config.timeout_s,
     )
-    return join_hooked(
-        model,
-        slots,
-        config,
-        entry,
-        sync=syncs_always,
-        find_unused=config.find_unused_parameters,
-        is_broadcast=True,
-    )
-
-
-def join_hooked(
-    root: nn.Module,
-    slots: Sequence[Slot],
-    config: Config,
-    entry: Entry,
-    *,
-    sync: Callable[[], bool] | None,
-    find_unused: bool | None,
-    is_broadcast: bool,
-) -> HookedSession:
-    """A session for ``root``, on whose ``slots`` the ranks have agreed; collective.
-
-    Args:
-        entry: what the ranks go through together.
-        sync: see `HookedSession`.
-        find_unused: see `HookedSession`.
-        is_broadcast: all ranks begin with the values of the first one.
-    """
-    base = entry.base
+    # A session ends with its model, so it must not keep it alive.
+    weak_ddp = None if ddp is None else weakref.ref(ddp)
+    base, name = entry.base, f"session{entry.number}"
     device = slots[0].parameter.device
     kind = kind_of(base, device)
-    name = f"session{entry.number}"
     with joining(base, name, config) as ranks:
         data = ranks.open("data", kind)
         control = data if kind == "gloo" else ranks.open("control")
+        buffers = ranks.open("buffers") if ddp is not None and broadcasts_buffers(ddp) else None
+        parts: list[Group] = []
+
+        def wire_of(number: int, place: int, members: Sequence[int]) -> Summing:
+            if len(members) == 1:
+                return LoneWire()
+            purpose = f"{name}/part{number}of{place}"
+            part = open_part(base, members, kind, name=purpose, timeout_s=config.timeout_s)
+            parts.append(ranks.adopt(part))
+            return GroupWire(part, part, [], device)
+
+        partitions = partitions_of(slots, grouping, control, wire_of)
         # Of what fails from here on, there is a trace.
         observers = ranks.observers()
-        if is_broadcast:
-            broadcast(data, root)
-        levels = levels_of(base, ranks, data, device, name, config)
+        if ddp is None:
+            broadcast(data, model, left_out=grouping.parted)
+            for part in parts:
+                broadcast(part, model, left_out=grouping.outside(part.members))
+        else:
+            refuse_other_values(slots, grouping, control)
+        levels = None if partitions else levels_of(base, ranks, data, device, name, config)
+        others = [*parts, *(() if buffers is None else (buffers,))]
         session = HookedSession(
-            root,
+            model,
             slots,
             config,
-            GroupWire(data, control, [], device, levels),
+            GroupWire(data, control, others, device, levels),
             observers,
             setting=setting_of(config, kind),
             divisor=data.size,
-            sync=sync,
+            sync=syncs_always if weak_ddp is None else Syncing(model, weak_ddp),
             find_unused=find_unused,
+            is_static=is_static,
+            partitions=partitions,
             carrier=kind,
         )
+    if ddp is not None:
+        keep_as_shell(ddp, session, buffers)
     return session
+
+
+def _finds_unused(
+    ddp: DistributedDataParallel | None, config: Config, grouping: Grouping
+) -> bool | None:
+    if config.find_unused_parameters is not None:
+        return config.find_unused_parameters
+    if grouping.ids:
+        # Whether an expert is used depends on the batch, and DDP does not look at it.
+        return True
+    return None if ddp is None or ddp.static_graph else bool(ddp.find_unused_parameters)
 
 
 def setting_of(config: Config, kind: str) -> Setting:

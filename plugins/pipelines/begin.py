@@ -13,15 +13,19 @@ from bytesched.config import Config
 from bytesched.errors import PluginError, in_one_line
 from bytesched.log import show
 
+from ..c10d.carrying import broadcast, levels_of
 from ..c10d.ddp import why_kept, why_sparse
 from ..c10d.entry import Entry
-from ..c10d.hooked import join_hooked
+from ..c10d.hooked import setting_of
+from ..c10d.joining import joining
 from ..c10d.planning import refuse_halves
 from ..planned import beginning
 from ..planned.beginning import add_optimizer, slots_of, stays_plain
 from ..planned.bundles import Slot
 from ..planned.hooked_session import HookedSession
+from ..planned.wire import GroupWire
 from ..registry import sessions
+from ..routes.groups.opening import kind_of
 from ..update.delegation import stepping_optimizer
 from ..warmup.agree import statements
 from .parted import why_parted
@@ -145,15 +149,27 @@ def _attach(
         ],
         config.timeout_s,
     )
-    session = join_hooked(
-        root,
-        slots,
-        config,
-        entry,
-        sync=None,
-        find_unused=find_unused,
-        is_broadcast=is_named and not ddps,
-    )
+    device = slots[0].parameter.device
+    kind = kind_of(entry.base, device)
+    name = f"session{entry.number}"
+    with joining(entry.base, name, config) as ranks:
+        data = ranks.open("data", kind)
+        control = data if kind == "gloo" else ranks.open("control")
+        if is_named and not ddps:
+            broadcast(data, root)
+        levels = levels_of(entry.base, ranks, data, device, name, config)
+        session = HookedSession(
+            root,
+            slots,
+            config,
+            GroupWire(data, control, [], device, levels),
+            ranks.observers(),
+            setting=setting_of(config, kind),
+            divisor=data.size,
+            sync=None,
+            find_unused=find_unused,
+            carrier=kind,
+        )
     with ExitStack() as half_attached:
         half_attached.callback(session.close)
         parameters = [slot.parameter for slot in slots]

@@ -24,6 +24,7 @@ from bytesched.config import Config
 from bytesched.errors import PluginError
 from bytesched.plugins.c10d import ddp
 from bytesched.plugins.c10d.entry import Entry
+from bytesched.plugins.c10d.grouping import Grouping
 from bytesched.plugins.c10d.hooked import attach_hooked
 from bytesched.plugins.c10d.planning import attach_planned
 from bytesched.plugins.planned.session import PlannedSession
@@ -215,7 +216,7 @@ def attached(
     entry = Entry(ddp.base_of(model))
     session: PlannedSession
     if (reduced := ddp.find_ddp(model)) is None:
-        session = attach_hooked(optimizer, model, config, entry)
+        session = attach_hooked(optimizer, model, None, config, entry, Grouping(entry.base.size()))
     else:
         session = attach_planned(optimizer, model, reduced, config, entry)
     session.add_optimizer(
