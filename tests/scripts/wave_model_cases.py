@@ -19,9 +19,8 @@ from wave_cases import CLASSES, WIDTH, batch_of
 
 from bytesched.errors import BytesschedError, SchedulerClosed, TransportError
 from bytesched.plugins.wave import ModelWaves
-from bytesched.plugins.wave.stages.senders import Senders
-from bytesched.task import CommTask
-from bytesched.transport import Done
+from bytesched.plugins.wave.stages.routes import Cargo, Route
+from bytesched.plugins.wave.stages.traffic import Traffic
 
 STEPS = 4
 #: some steps have larger gradients
@@ -244,15 +243,15 @@ def rank_dies() -> None:
 
 def dies_while_it_receives() -> None:
     """Rank 0 is killed with the last message half received; the other says what it saw."""
-    start, sending = Senders.start, signals()
+    send, sending = Traffic._send, signals()
 
-    def start_and_say(self: Senders, task: CommTask, done: Done) -> None:
-        start(self, task, done)
-        if task.name == "home 0 to 0":
+    def send_and_say(self: Traffic, route: Route, number: int) -> None:
+        send(self, route, number)
+        if route.cargo is Cargo.HOME:
             sending.set("sending")
 
     if dist.get_rank():
-        mock.patch.object(Senders, "start", start_and_say).start()
+        mock.patch.object(Traffic, "_send", send_and_say).start()
     else:
         die_at("sending")
     width = 1 << 12

@@ -1,15 +1,13 @@
-"""A thread that waits for the messages of tasks, one task after the other."""
+"""A thread that waits for messages, those of one task after those of the other."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 from bytesched.errors import BytesschedError, SchedulerClosed, TransportError
-from bytesched.task import CommTask
-from bytesched.transport import Done
 
 from .messages import Messages
 
@@ -17,14 +15,14 @@ __all__ = ["Waiter"]
 
 
 class _Begun(NamedTuple):
-    task: CommTask
+    name: str
     #: sends and receives, each with its peer
     works: Sequence[tuple[Any, int]]
-    done: Done
+    done: Callable[[BytesschedError | None], None]
 
 
 class Waiter:
-    """Waits for what a transport has begun, and reports the end of each task.
+    """Waits for what was begun, and reports the end of each task.
 
     Args:
         name: of the thread.
@@ -44,11 +42,19 @@ class Waiter:
         """Whether it waits for a message."""
         return bool(self._under_way)
 
-    def put(self, task: CommTask, works: Sequence[tuple[Any, int]], done: Done) -> None:
-        """Calls ``done`` when ``works`` have ended, after those of earlier tasks."""
+    def put(
+        self,
+        name: str,
+        works: Sequence[tuple[Any, int]],
+        done: Callable[[BytesschedError | None], None],
+    ) -> None:
+        """Calls ``done``, with an error or None, when ``works`` of a task have ended.
+
+        After those of earlier tasks.
+        """
         with self._lock:
             self._under_way += 1
-        self._begun.put(_Begun(task, works, done))
+        self._begun.put(_Begun(name, works, done))
 
     def stop(self) -> None:
         """Ends the thread when nothing is under way; what fails from now on was closed."""
@@ -64,15 +70,15 @@ class Waiter:
             failed: BytesschedError | None = None
             try:
                 for work, peer in begun.works:
-                    self._messages.wait(work, peer, task=begun.task.name)
+                    self._messages.wait(work, peer, task=begun.name)
             except TransportError as error:
                 failed = (
-                    SchedulerClosed(f"closed while {begun.task.name} was being sent")
+                    SchedulerClosed(f"closed while {begun.name} was being sent")
                     if self._closed
                     else error
                 )
             with self._lock:
                 self._under_way -= 1
-            begun.done(begun.task, failed)
+            begun.done(failed)
             # Their memory is not to wait for the next task.
             begun = work = None

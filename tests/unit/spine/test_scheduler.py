@@ -12,13 +12,12 @@ from scheduler_bench import WAIT_S, Bench, Build, benches
 
 from bytesched.observe import Observer, Observers
 from bytesched.order import Following
-from bytesched.scheduler import EventThread, InTurn
 from bytesched.task import CommTask, TaskState
 
 
-@pytest.fixture(params=[EventThread, InTurn])
-def build(request: pytest.FixtureRequest) -> Iterator[Build]:
-    with benches(request.param) as build:
+@pytest.fixture
+def build() -> Iterator[Build]:
+    with benches() as build:
         yield build
 
 
@@ -59,25 +58,11 @@ def test_tasks_go_round_in_every_iteration(bench: Bench) -> None:
 
 def test_tasks_are_announced_together_and_before_they_start(build: Build) -> None:
     bench = build(credit_bytes=30)
-    tasks = planned([10] * 4)
-    bench.ready(tasks[0])
-    bench.transport.wait_for(1)
-    bench.ready(*tasks[1:])
-    bench.transport.wait_for(3)
-    bench.settle()
-    assert bench.announced == [[0], [1], [2]]
-    bench.scheduler.set_credit(1000)
-    bench.transport.wait_for(4)
-    assert bench.announced == [[0], [1], [2], [3]]
-
-
-def test_a_batch_is_one_announcement(build: Build) -> None:
-    bench = build(credit_bytes=10)
-    tasks = planned([10] * 4)
+    tasks = planned([10, 10, 10, 30])
     bench.ready(tasks[3], *tasks[:3])
     bench.transport.wait_for(1)
     bench.settle()
-    bench.scheduler.set_credit(1000)
+    bench.transport.finish_next()
     bench.transport.wait_for(4)
     assert bench.announced == [[3], [0, 1, 2]]
 
@@ -94,17 +79,6 @@ def test_what_is_ready_starts_in_the_order_that_was_given(build: Build) -> None:
     bench.scheduler.ordered([1])
     bench.transport.wait_for(3)
     assert bench.transport.started == [c, a, b]
-
-
-def test_the_queue_is_swapped_between_iterations(bench: Bench) -> None:
-    (task,) = planned([10] * 1)
-    bench.scheduler.use_queue(Following())
-    bench.ready(task)
-    bench.settle()
-    assert bench.transport.started == []
-    bench.scheduler.ordered([0])
-    bench.transport.wait_for(1)
-    assert bench.errors == []
 
 
 class Recorder(Observer):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,15 +14,15 @@ from bytesched.core import SchedulerCore
 from bytesched.errors import InvalidTransition, SchedulerClosed, TransportError
 from bytesched.order import Leading
 from bytesched.policy import Priority
-from bytesched.scheduler import Events, EventThread, InTurn, Scheduler
+from bytesched.scheduler import Scheduler
 from bytesched.task import CommTask, TaskState
 from bytesched.testing import FakeTransport
 from bytesched.transport import Done
 
 
-@pytest.fixture(params=[EventThread, InTurn])
-def build(request: pytest.FixtureRequest) -> Iterator[Build]:
-    with benches(request.param) as build:
+@pytest.fixture
+def build() -> Iterator[Build]:
+    with benches() as build:
         yield build
 
 
@@ -71,12 +71,12 @@ class Refusing(FakeTransport):
 
 
 def test_a_start_that_raises_fails_its_task_and_ends_the_batch(build: Build) -> None:
-    bench = build(credit_bytes=10, transport=Refusing("t1"))
-    a, b, c, d = planned([10] * 4)
+    bench = build(credit_bytes=30, transport=Refusing("t1"))
+    a, b, c, d = planned([10, 10, 10, 30])
     bench.ready(d, a, b, c)
     bench.transport.wait_for(1)
     bench.settle()
-    bench.scheduler.set_credit(1000)
+    bench.transport.finish_next()
     assert bench.failed.wait(WAIT_S)
     bench.settle()
     assert isinstance(bench.scheduler.error, ConnectionResetError)
@@ -155,9 +155,8 @@ def test_close_deals_first_with_what_was_told_before(build: Build) -> None:
     assert bench.transport.started == tasks
 
 
-@pytest.mark.parametrize("events", [EventThread, InTurn])
 @pytest.mark.parametrize("hook", ["on_finish", "on_error"])
-def test_close_where_events_are_handled_ends_it(hook: str, events: Callable[[], Events]) -> None:
+def test_close_where_events_are_handled_ends_it(hook: str) -> None:
     before = alive()
     closed = threading.Event()
 
@@ -168,9 +167,9 @@ def test_close_where_events_are_handled_ends_it(hook: str, events: Callable[[], 
     transport = FakeTransport()
     core = SchedulerCore(Leading(Priority()), credit_bytes=1)
     if hook == "on_finish":
-        scheduler = Scheduler(core, transport, on_finish=close, events=events())
+        scheduler = Scheduler(core, transport, on_finish=close)
     else:
-        scheduler = Scheduler(core, transport, on_error=close, events=events())
+        scheduler = Scheduler(core, transport, on_error=close)
     (task,) = planned([10] * 1)
     task.notify_ready()
     scheduler.notify_ready(task)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from functools import partial
 from itertools import permutations
 
 import pytest
-from fake_gloo import CLOSED, TIMEOUT_S, Ends, FakeGloo, FakeWork, fake_group, task_of
+from fake_gloo import CLOSED, TIMEOUT_S, Ends, FakeGloo, FakeWork, fake_group
 
 from bytesched.errors import PeerLost, SchedulerClosed
 from bytesched.plugins.routes.groups.messages import Messages
 from bytesched.plugins.routes.groups.waiter import Waiter
-from bytesched.task import CommTask
 
 
 @pytest.fixture
@@ -24,12 +24,16 @@ def waiter() -> Iterator[Waiter]:
     assert "waiter-of-test" not in {thread.name for thread in threading.enumerate()}
 
 
+def put(waiter: Waiter, index: int, works: list[tuple[FakeWork, int]], ends: Ends) -> None:
+    waiter.put(f"t{index}", works, partial(ends.done, f"t{index}"))
+
+
 @pytest.mark.parametrize("order", list(permutations(range(3))), ids=str)
 def test_ends_are_reported_in_the_order_of_tasks(waiter: Waiter, order: tuple[int, ...]) -> None:
     """Whatever message comes first."""
     works, ends = [FakeWork() for _ in range(3)], Ends()
     for index, work in enumerate(works):
-        waiter.put(task_of(index), [(work, 1)], ends.done)
+        put(waiter, index, [(work, 1)], ends)
     for index in order:
         works[index].end()
     ends.wait("t2")
@@ -39,7 +43,7 @@ def test_ends_are_reported_in_the_order_of_tasks(waiter: Waiter, order: tuple[in
 
 def test_a_task_ends_with_the_last_of_its_messages(waiter: Waiter) -> None:
     works, ends = [FakeWork() for _ in range(2)], Ends()
-    waiter.put(task_of(), [(work, peer) for peer, work in enumerate(works, 1)], ends.done)
+    put(waiter, 0, [(work, peer) for peer, work in enumerate(works, 1)], ends)
     works[0].end()
     assert works[1].waited_for.wait(TIMEOUT_S)
     assert not ends.names
@@ -50,7 +54,7 @@ def test_a_task_ends_with_the_last_of_its_messages(waiter: Waiter) -> None:
 
 def test_a_task_without_messages_ends(waiter: Waiter) -> None:
     ends = Ends()
-    waiter.put(task_of(), [], ends.done)
+    put(waiter, 0, [], ends)
     ends.wait("t0")
 
 
@@ -58,13 +62,13 @@ def test_it_is_not_busy_when_the_last_end_is_reported(waiter: Waiter) -> None:
     ends = Ends()
     busy: list[bool] = []
 
-    def done(task: CommTask, error: BaseException | None) -> None:
+    def done(name: str, error: BaseException | None) -> None:
         busy.append(waiter.is_busy)
-        ends.done(task, error)
+        ends.done(name, error)
 
     works = [FakeWork(), FakeWork()]
     for index, work in enumerate(works):
-        waiter.put(task_of(index), [(work, 1)], done)
+        waiter.put(f"t{index}", [(work, 1)], partial(done, f"t{index}"))
     assert waiter.is_busy
     for work in works:
         work.end()
@@ -75,7 +79,7 @@ def test_it_is_not_busy_when_the_last_end_is_reported(waiter: Waiter) -> None:
 def test_a_message_that_fails_ends_its_task_alone(waiter: Waiter) -> None:
     works, ends = [FakeWork() for _ in range(2)], Ends()
     for index, work in enumerate(works):
-        waiter.put(task_of(index), [(work, 1)], ends.done)
+        put(waiter, index, [(work, 1)], ends)
     works[0].end(CLOSED)
     works[1].end()
     ends.wait("t0", "t1")
@@ -87,7 +91,7 @@ def test_a_message_that_fails_ends_its_task_alone(waiter: Waiter) -> None:
 
 def test_what_fails_after_the_stop_was_closed(waiter: Waiter) -> None:
     work, ends = FakeWork(), Ends()
-    waiter.put(task_of(), [(work, 1)], ends.done)
+    put(waiter, 0, [(work, 1)], ends)
     waiter.stop()
     work.end(CLOSED)
     ends.wait("t0")
