@@ -23,7 +23,6 @@ from bytesched.observe import Observers
 
 from ..figures.meter import Meter
 from .buckets import Chunk
-from .pairs import Pair
 from .questions import Questions
 from .spans import Spans
 from .wire import Exchanging
@@ -34,6 +33,47 @@ __all__ = ["Halves"]
 _PATIENCE: Final = 4
 
 _Queue: TypeAlias = deque[tuple[int, Chunk]]
+
+
+class _Pair:
+    """What this rank sums, and what the other one does; one of them may be missing."""
+
+    def __init__(self, own: Chunk | None, other: Chunk | None) -> None:
+        self._own = own
+        self._other = other
+        first = own or other
+        assert first is not None
+        #: after which it is named: the same on both ranks in number, not in name
+        self.first = first
+        self._received: torch.Tensor | None = None
+
+    def begin_sum(self, wire: Exchanging) -> Any:
+        """Begins to send what the other rank sums, and to take what this one does."""
+        self._received = torch.empty_like(self._memory(self._own))
+        return wire.exchange(self._received, self._memory(self._other))
+
+    def add(self) -> None:
+        """Adds up what has come."""
+        if self._own is not None and self._received is not None:
+            # In whatever order: of two numbers it is one sum.
+            with torch.no_grad():
+                self._own.sent.add_(self._received)
+        self._received = None
+
+    def begin_return(self, wire: Exchanging) -> Any:
+        """Begins to send what this rank has summed, and to take what the other one has."""
+        work = wire.exchange(self._memory(self._other), self._memory(self._own))
+        for chunk in (self._own, self._other):
+            if chunk is not None:
+                chunk.work = work
+        return work
+
+    def _memory(self, chunk: Chunk | None) -> torch.Tensor:
+        # Not over the memory of a bucket, whose uses are counted.
+        return torch.empty(0, dtype=self.first.sent.dtype) if chunk is None else chunk.sent
+
+    def __repr__(self) -> str:
+        return f"<Pair of {self._own} and {self._other}>"
 
 
 class Halves:
@@ -101,8 +141,8 @@ class Halves:
                 pair = self._pair([one.popleft()[1] if one else None for one in waiting])
                 self._begin_sum(pair.first, partial(pair.begin_sum, self._wire), pair.add)
 
-    def _pair(self, by_owner: Sequence[Chunk | None]) -> Pair:
-        return Pair(by_owner[self._wire.rank], by_owner[1 - self._wire.rank])
+    def _pair(self, by_owner: Sequence[Chunk | None]) -> _Pair:
+        return _Pair(by_owner[self._wire.rank], by_owner[1 - self._wire.rank])
 
     def _begin_sum(self, chunk: Chunk, begin: Callable[[], Any], ended: Callable[[], None]) -> Any:
         with self._lock:

@@ -13,7 +13,7 @@ from ..planned.bundles import Slot
 from ..planned.wire import Exchanging
 from ..update.surroundings import unseen
 from .ownership import Ownership, Part, Piece
-from .sums import bytes_of
+from .sums import exchanged
 
 __all__ = ["Arrivals", "Layout", "Row", "layouts_of"]
 
@@ -55,16 +55,10 @@ class Row(Sent):
 
     def begin(self, wire: Exchanging, mine: Sequence[torch.Tensor]) -> Any:
         """Begins to send ``mine``, what this rank owns of it, and to take what others own."""
-        size = self.sent.element_size()
         with unseen():
             sent = torch.cat([self.sent[:0], *mine] * (wire.size - 1))
         own = [0 if rank == wire.rank else self._layout.own for rank in range(wire.size)]
-        self.work = wire.all_to_all(
-            bytes_of(self.sent),
-            bytes_of(sent),
-            [numel * size for numel in self._layout.numels],
-            [numel * size for numel in own],
-        )
+        self.work = exchanged(wire, self.sent, sent, self._layout.numels, own)
         return self.work
 
     def of(self, slot: Slot, piece: Piece) -> torch.Tensor:

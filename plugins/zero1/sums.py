@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import chain
 from time import perf_counter_ns
 from typing import Any
 
@@ -20,7 +21,7 @@ from ..planned.wire import Exchanging
 from ..update.surroundings import unseen
 from .ownership import Ownership, Piece
 
-__all__ = ["Carried", "Sums", "bytes_of"]
+__all__ = ["Carried", "Sums", "exchanged", "range_of"]
 
 
 class Carried:
@@ -55,42 +56,41 @@ class _Row:
     def __init__(self, bucket: Bucket, ownership: Ownership, ranks: int) -> None:
         self.bucket = bucket
         self.name = bucket.chunks[0].name
-        self._rank = ownership.rank
-        self._others = [rank for rank in range(ranks) if rank != self._rank]
-        #: by rank, what it owns of the bucket
-        self._ranges: list[list[tuple[int, int]]] = [[] for _ in range(ranks)]
+        ranges: list[list[tuple[int, int]]] = [[] for _ in range(ranks)]
         for member in bucket.members:
             for piece in ownership.of(member.parameter):
-                _append(self._ranges[piece.rank], *range_of(member, piece))
-        self._numels = [sum(b - a for a, b in ranges) for ranges in self._ranges]
+                _append(ranges[piece.rank], *range_of(member, piece))
+        numels = [sum(b - a for a, b in some) for some in ranges]
+        rank = ownership.rank
+        #: how many numbers go one way and come the other: of what this rank owns, and others do
+        self._mine = [0 if other == rank else numels[rank] for other in range(ranks)]
+        self._theirs = [0 if other == rank else numel for other, numel in enumerate(numels)]
+        self._own = ranges.pop(rank)
+        #: in the order of ranks
+        self._others = [*chain.from_iterable(ranges)]
         self._received: torch.Tensor | None = None
         self.work: Any = None
 
     def begin_sum(self, wire: Exchanging) -> Any:
         """Begins to send what others own, and to take theirs of what this rank owns."""
-        own = [0 if rank == self._rank else self._numels[self._rank] for rank in self._ranks]
-        sends = [0 if rank == self._rank else self._numels[rank] for rank in self._ranks]
-        parts = [part for rank in self._others for part in self._of(rank)]
-        return self._begin(wire, parts, own, sends)
+        return self._begin(wire, self._of(self._others), self._mine, self._theirs)
 
     def add(self) -> None:
         """Makes the sums of what this rank owns, where they belong in the bucket."""
-        own = self._of(self._rank)
+        own = self._of(self._own)
         sizes = [part.numel() for part in own]
         taken = self._taken()
         with unseen():
-            for theirs in taken.view(len(self._others), -1) if own else ():
+            for theirs in taken.view(-1, sum(sizes)) if own else ():
                 torch._foreach_add_(own, list(theirs.split(sizes)))
 
     def begin_return(self, wire: Exchanging) -> Any:
         """Begins to send what this rank has summed to all, and to take the other sums."""
-        sends = [0 if rank == self._rank else self._numels[self._rank] for rank in self._ranks]
-        into = [0 if rank == self._rank else self._numels[rank] for rank in self._ranks]
-        return self._begin(wire, self._of(self._rank) * len(self._others), into, sends)
+        return self._begin(wire, self._of(self._own) * (wire.size - 1), self._theirs, self._mine)
 
     def put(self) -> None:
         """What came by `begin_return` is in its place."""
-        parts = [part for rank in self._others for part in self._of(rank)]
+        parts = self._of(self._others)
         with unseen():
             if parts:
                 came = self._taken().split([part.numel() for part in parts])
@@ -100,19 +100,13 @@ class _Row:
         self, wire: Exchanging, parts: list[torch.Tensor], into: Sequence[int], sends: Sequence[int]
     ) -> Any:
         buffer = self.bucket.buffer
-        size = buffer.element_size()
         if len(parts) == 1 and not self.bucket.holds_gradients:
             sent = parts[0]
         else:
             with unseen():
                 sent = torch.cat([buffer[:0], *parts])
         self._received = buffer.new_empty(sum(into))
-        self.work = wire.all_to_all(
-            bytes_of(self._received),
-            bytes_of(sent),
-            [numel * size for numel in into],
-            [numel * size for numel in sends],
-        )
+        self.work = exchanged(wire, self._received, sent, into, sends)
         return self.work
 
     def _taken(self) -> torch.Tensor:
@@ -121,13 +115,9 @@ class _Row:
         assert received is not None
         return received
 
-    @property
-    def _ranks(self) -> range:
-        return range(len(self._ranges))
-
-    def _of(self, rank: int) -> list[torch.Tensor]:
+    def _of(self, ranges: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
         # Not kept: uses of a bucket's memory are counted.
-        return [self.bucket.buffer[a:b] for a, b in self._ranges[rank]]
+        return [self.bucket.buffer[a:b] for a, b in ranges]
 
 
 class Sums:
@@ -202,6 +192,21 @@ def _append(ranges: list[tuple[int, int]], start: int, stop: int) -> None:
         ranges.append((start, stop))
 
 
-def bytes_of(flat: torch.Tensor) -> torch.Tensor:
-    """The memory of ``flat``, whatever numbers it has."""
-    return flat.view(torch.uint8)
+def exchanged(
+    wire: Exchanging,
+    into: torch.Tensor,
+    sent: torch.Tensor,
+    into_numels: Sequence[int],
+    sent_numels: Sequence[int],
+) -> Any:
+    """Begins to send each rank so many numbers of ``sent``, and to take as many; returns the work.
+
+    As bytes: carriers know not all kinds of numbers.
+    """
+    size = into.element_size()
+    return wire.all_to_all(
+        into.view(torch.uint8),
+        sent.view(torch.uint8),
+        [numel * size for numel in into_numels],
+        [numel * size for numel in sent_numels],
+    )

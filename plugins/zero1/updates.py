@@ -7,22 +7,54 @@ from time import perf_counter_ns
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import nn
 
+from bytesched.observe import Observers
+
+from ..dependency.failures import Failures
+from ..figures.meter import Meter
 from ..planned.buckets import Member, make_changes
 from ..planned.bundles import Bundle, Debt, Slot
+from ..planned.rounds import OpenUpdates
+from ..planned.sending import Sending
 from ..planned.updates import Updates
+from ..planned.wire import Exchanging
 from ..proxies.pending import PendingParameter, synchronize_now
 from ..proxies.pending_grads import PendingGrad
+from ..routes.groups.group import Group
 from ..update.deferred import Deferred, Later
 from ..update.stepping import why_now
 from .owners import Owners
 from .ownership import Part
 from .spread import Arrivals, Layout, Row, layouts_of
 
-__all__ = ["ShardedUpdates"]
+__all__ = ["sharding"]
 
-#: what arrivals need none of
-_NO_HYPERPARAMETERS: dict[str, Any] = {}
+
+def sharding(
+    wire: Exchanging,
+    group: Group,
+    base: dist.ProcessGroup,
+    reduced: Sequence[nn.Parameter],
+    run_bytes: int,
+) -> OpenUpdates:
+    """Opens the owners of a session; see `Owners`."""
+
+    def opened(
+        slots: Sequence[Slot],
+        sending: Sending,
+        failures: Failures,
+        meter: Meter,
+        observers: Observers,
+        **named: Any,
+    ) -> tuple[Owners, Updates]:
+        owners = Owners(
+            slots, wire, group, base, reduced, failures, meter, observers, run_bytes=run_bytes
+        )
+        return owners, ShardedUpdates(slots, owners, sending, failures, meter, **named)
+
+    return opened
 
 
 class ShardedUpdates(Updates):
@@ -120,14 +152,14 @@ class ShardedUpdates(Updates):
 
     def _taken(
         self, optimizer: torch.optim.Optimizer
-    ) -> tuple[list[tuple[dict[str, Any], list[Slot], list[torch.nn.Parameter]]], list[Member]]:
+    ) -> tuple[list[tuple[dict[str, Any], list[Slot], list[nn.Parameter]]], list[Member]]:
         """Of each group, parameters of the model and others; and gradients that owners have."""
         groups = []
         members: list[Member] = []
         seen: set[Slot] = set()
         for group in optimizer.param_groups:
             mine: list[Slot] = []
-            others: list[torch.nn.Parameter] = []
+            others: list[nn.Parameter] = []
             for parameter in group["params"]:
                 if type(parameter) is PendingParameter:
                     synchronize_now(parameter)
@@ -211,7 +243,8 @@ class ShardedUpdates(Updates):
                     slot.awaits = (row,)
                     owed.setdefault(slot.bundle, []).append(slot)
         arrivals = Arrivals(ownership, self._parts)
-        self._owe([Debt(arrivals, _NO_HYPERPARAMETERS, slots) for slots in owed.values()])
+        # Which need no hyper-parameters.
+        self._owe([Debt(arrivals, {}, slots) for slots in owed.values()])
 
     def _memory(self, row: Row) -> list[torch.Tensor]:
         """What this rank owns of a row, as it is now."""
