@@ -20,7 +20,7 @@ from bytesched.burst.cost import Place
 from bytesched.errors import SchedulerClosed
 from bytesched.observe import Observers
 
-from ..dependency.progress import Progress
+from ..dependency.failures import Progress
 from ..routes.groups.group import Group
 from ..routes.groups.messages import Messages
 from ..routes.groups.waiter import Waiter

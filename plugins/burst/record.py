@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from bytesched.errors import PluginError
 from bytesched.files import write_text
 
-from .branched import Branched
+from .structure import Branched
 
 __all__ = ["record"]
 

@@ -1,20 +1,49 @@
-"""A model and a plan, item by item."""
+"""A model with branches, and a plan of it, item by item."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import reduce
+from operator import add
 from pathlib import Path
 from typing import cast
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from bytesched.burst.cost import Place, PlacedBranches, Plan
 from bytesched.burst.planfile import load_named_plan
 from bytesched.errors import PluginError
 
-from .branched import Branched
 
-__all__ = ["Item", "branches_of", "check", "items_of", "layers_of", "places_of", "plan_for"]
+def _sum(outputs: Sequence[Tensor]) -> Tensor:
+    return reduce(add, outputs)
+
+
+def _concatenation(outputs: Sequence[Tensor]) -> Tensor:
+    return torch.cat(tuple(outputs), dim=1)
+
+
+class Branched(nn.Module):
+    """Sequences that read the same tensor; their outputs are joined. An empty one is a shortcut.
+
+    Args:
+        join: "sum", or "concat" along the channels.
+    """
+
+    def __init__(self, *branches: nn.Sequential, join: str = "sum") -> None:
+        super().__init__()
+        joins: dict[str, Callable[[Sequence[Tensor]], Tensor]]
+        joins = {"sum": _sum, "concat": _concatenation}
+        if join not in joins:
+            raise ValueError(f"join {join!r}: one of {', '.join(joins)}")
+        self.branches = nn.ModuleList(branches)
+        self.join = joins[join]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The joined outputs of all branches."""
+        return self.join([branch(x) for branch in self.branches])
+
 
 #: a layer or branches, where it is, and its name
 Item = tuple[nn.Module, Place | PlacedBranches, str]

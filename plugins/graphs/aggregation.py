@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .laps import laps
-from .matrices import product
 from .partition import Partition
+from .pieces import product
 
 __all__ = ["aggregate"]
 

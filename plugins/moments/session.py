@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Container, Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -14,16 +14,57 @@ from bytesched.tunable import Setting
 
 from ..dependency.failures import Failures
 from ..figures.meter import Meter
+from ..planned.buckets import Bucket, Member
 from ..planned.bundles import Slot
+from ..planned.entries import Entry
+from ..planned.hook_source import HookSource
 from ..planned.hooked_session import HookedSession
 from ..planned.sending import Sending
 from ..planned.wire import Wire
 from .folding import Accumulation, Folding
 from .slots import MomentSlot
-from .source import MomentSource
 from .updates import MomentUpdates
 
-__all__ = ["FoldedSession"]
+
+class MomentEntry(Entry):
+    """One parameter, whose moments are both halves of what it has in a bucket."""
+
+    __slots__ = ("_member",)
+
+    slot: MomentSlot
+    _member: Member
+
+    @property
+    def numel(self) -> int:
+        """See `Entry`."""
+        return 2 * super().numel
+
+    def let_go(self) -> None:
+        """See `Entry`: moments stay until they are laid out anew."""
+
+    def lay_out(self, member: Member, memory: torch.Tensor) -> None:
+        """See `Entry`."""
+        self._member = member
+        self.slot.lay_out(memory)
+
+    def fill(self, scale: float) -> bool:
+        """See `Entry`: gradients were scaled as they were folded."""
+        self.slot.awaits = self._member.chunks
+        return True
+
+
+class MomentSource(HookSource):
+    """The moments of one model's parameters, after each mini-batch."""
+
+    entry_kind: ClassVar[type[Entry]] = MomentEntry
+
+    def _hand_out(self, bucket: Bucket, left: Container[int] = ()) -> bool:
+        """See `Source`: what waits for sums is ``step()`` alone."""
+        for member in bucket.members:
+            entry = self._by_id[id(member.parameter)]
+            assert isinstance(entry, MomentEntry)
+            entry.slot.release()
+        return True
 
 
 class FoldedSession(HookedSession):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import sys
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from bytesched.config import Config
 from bytesched.errors import PluginError, in_one_line
@@ -22,14 +24,11 @@ from ..planned.beginning import add_optimizer, slots_of, stays_plain
 from ..planned.bundles import Slot
 from ..planned.hooked_session import HookedSession
 from ..registry import sessions
-from ..update.delegation import stepping_optimizer
+from ..update.genuine import stepping_optimizer
 from ..warmup.agree import statements
-from .parted import why_parted
 from .reducing import StageReductions, take_from_ddp
 from .replicas import RollCall, named_replicas
 from .root import StageModules
-
-__all__ = ["begin", "decline"]
 
 log = logging.getLogger("bytesched")
 
@@ -196,3 +195,31 @@ def _skipped(root: StageModules, rank: int) -> str:
         "computes weight gradients apart from input gradients, where DDP's hooks are not called: "
         "it reduces none of them and says nothing (pytorch issue 144530)"
     )
+
+
+_TENSORS: Final = "torch.distributed.tensor"
+_FSDP: Final = "torch.distributed.fsdp"
+
+
+def why_parted(root: nn.Module) -> str:
+    """Which of its parameters this rank has only a part of; empty if it has all of each.
+
+    Looked for by the modules of torch that are imported: without them there are none.
+    """
+    sharded = _classes(_FSDP, "FullyShardedDataParallel", "FSDPModule")
+    for name, module in root.named_modules():
+        if isinstance(module, sharded):
+            return f"{name} is sharded by FSDP, which reduces gradients itself"
+    parts = _classes(_TENSORS, "DTensor")
+    for name, parameter in root.named_parameters():
+        if isinstance(parameter, parts):
+            return (
+                f"{name} is a DTensor, of which each rank has a part: only plain parameters of "
+                "stages are averaged"
+            )
+    return ""
+
+
+def _classes(module: str, *names: str) -> tuple[type, ...]:
+    found = (getattr(sys.modules.get(module), name, None) for name in names)
+    return tuple(kind for kind in found if isinstance(kind, type))

@@ -11,7 +11,7 @@ from torch.distributed import distributed_c10d
 
 from bytesched.errors import MismatchError, PluginError, SchedulerTimeout
 
-from ..layout.digest import digest_of
+from ..layout import digest_of
 from ..routes.groups.opening import store_of
 from ..warmup.agree import disagreement
 from .root import StageModules

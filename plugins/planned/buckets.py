@@ -10,7 +10,7 @@ from weakref import ref
 import torch
 from torch import nn
 
-from ..layout.memory import shaped
+from ..layout import shaped
 from ..proxies.pending_grads import PendingGrad, make_plain
 from ..update.surroundings import unseen
 from .cutting import Cutter

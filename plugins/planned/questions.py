@@ -15,7 +15,7 @@ from typing import Any, Final
 import torch
 
 from ..proxies.pending_grads import PendingGrad
-from ..queries.operations import (
+from ..queries import (
     ASKING,
     ELEMENTWISE,
     ELEMENTWISE_OF_ALL,
@@ -23,8 +23,13 @@ from ..queries.operations import (
     NORMS_OF_ALL,
     REDUCTIONS,
     UNSCALE,
+    are_plain,
+    digest,
+    is_of_whole_tensor,
+    kept,
+    question_of,
+    unscaling,
 )
-from ..queries.questions import are_plain, digest, is_of_whole_tensor, kept, question_of, unscaling
 from ..update.surroundings import Surroundings, unseen
 from .buckets import Change, Chunk, Member
 

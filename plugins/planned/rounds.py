@@ -16,7 +16,7 @@ from bytesched.tunable import Setting
 from ..dependency.failures import Failures
 from ..figures.meter import Meter
 from ..proxies.pending_grads import PendingGrad
-from ..queries.operations import ASKING
+from ..queries import ASKING
 from ..warmup.retuning import Traffic
 from .buckets import Bucket, Chunk, Member
 from .bundles import Slot

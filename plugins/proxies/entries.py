@@ -17,8 +17,7 @@ from torch import nn
 
 from ..registry import sessions
 from .pending import PendingParameter
-from .pending_grads import PendingGrad
-from .ready import ready
+from .pending_grads import PendingGrad, ready
 
 __all__ = ["guard_entries"]
 

@@ -20,9 +20,8 @@ import torch
 from torch import nn
 
 from ..proxies.compiling import updating
-from .delegation import HOOKS, raw_step
 from .frozen import snapshot
-from .genuine import Code
+from .genuine import HOOKS, Code, raw_step
 from .optimizer_state import AliasedState, GuardedState
 from .separable import why_not_deferred
 from .surroundings import Surroundings

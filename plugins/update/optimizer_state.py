@@ -14,7 +14,7 @@ from torch import nn
 
 from bytesched.errors import PluginError
 
-from ..proxies.ready import has_aliases
+from ..proxies.pending_grads import has_aliases
 
 __all__ = ["AliasedState", "GuardedState"]
 

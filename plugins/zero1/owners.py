@@ -17,7 +17,7 @@ from bytesched.observe import Observers
 
 from ..dependency.failures import Failures
 from ..figures.meter import Meter
-from ..layout.memory import is_dense
+from ..layout import is_dense
 from ..planned.buckets import Bucket, Member
 from ..planned.bundles import Slot
 from ..planned.wire import Exchanging

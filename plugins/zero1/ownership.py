@@ -11,7 +11,7 @@ from torch import nn
 
 from bytesched.errors import PluginError
 
-from ..layout.memory import elements
+from ..layout import elements
 from ..planned.bundles import Slot
 from ..planned.owners import bounds_of, has_parts, owners_or_cuts
 

@@ -10,8 +10,7 @@ import torch
 
 from ..planned.buckets import Member
 from ..planned.questions import Measure, Questions
-from ..queries.operations import NORMS, NORMS_OF_ALL, UNSCALE
-from ..queries.questions import kind_of_norm
+from ..queries import NORMS, NORMS_OF_ALL, UNSCALE, kind_of_norm
 
 __all__ = ["OwnersQuestions"]
 

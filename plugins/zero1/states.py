@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from bytesched.errors import PluginError
 
-from ..layout.memory import elements
+from ..layout import elements
 from ..planned.bundles import Slot
 from ..update.deferred import Deferred
 from ..update.optimizer_state import GuardedState

@@ -21,7 +21,7 @@ from bytesched.log import show
 
 from ...c10d.carrying import broadcast
 from ...c10d.joining import joining
-from ...dependency.progress import Progress
+from ...dependency.failures import Progress
 from ...warmup.agree import settings
 from ..conditions import refuse_uncuttable
 from .cutting import cut

@@ -14,7 +14,7 @@ import torch
 from bytesched.errors import SchedulerClosed
 from bytesched.observe import Observers
 
-from ...dependency.progress import Progress
+from ...dependency.failures import Progress
 from ...routes.groups.group import Group
 from ...routes.groups.messages import Messages
 from ...routes.groups.waiter import Waiter

@@ -31,7 +31,7 @@ from bytesched.burst.graph import (
     layers_of,
     load_graph,
 )
-from bytesched.burst.lanes import capacities, lanes_of
+from bytesched.burst.items import capacities, lanes_of
 from bytesched.burst.planfile import load_plan
 from bytesched.burst.search import fastest_plan
 from bytesched.commands import burst

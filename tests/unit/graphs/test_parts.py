@@ -18,8 +18,7 @@ from bytesched.observe import Observer, Observers
 from bytesched.plugins import graphs
 from bytesched.plugins.graphs import laps as laps_module
 from bytesched.plugins.graphs.laps import Laps
-from bytesched.plugins.graphs.matrices import entries
-from bytesched.plugins.graphs.pieces import Halo, cut
+from bytesched.plugins.graphs.pieces import Halo, cut, entries
 
 
 def line(vertices: int = 4) -> graphs.Partition:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from bytesched.errors import PluginError
-from bytesched.plugins.moments.released import stand_in
+from bytesched.plugins.moments.slots import stand_in
 
 
 def released() -> tuple[nn.Parameter, Any]:

@@ -17,8 +17,13 @@ from torch.optim import SGD, Adam, Optimizer
 import bytesched
 from bytesched.errors import PluginError
 from bytesched.plugins.update.frozen import snapshot, why_not_frozen
-from bytesched.plugins.update.known import KNOWN, Known
-from bytesched.plugins.update.separable import SEPARABLE, why_not_deferred, why_not_sharded
+from bytesched.plugins.update.separable import (
+    KNOWN,
+    SEPARABLE,
+    Known,
+    why_not_deferred,
+    why_not_sharded,
+)
 
 
 def weights() -> list[nn.Parameter]:
