@@ -14,8 +14,6 @@ from bytesched.burst.cost import Place, PlacedBranches, Plan, Schedule, Task, sc
 from bytesched.burst.graph import Chain, Layer
 from bytesched.burst.search import fastest_plan
 
-__all__ = ["Point", "burst_curve", "data_parallel", "gaps_ns", "static_partitions", "uniform_plan"]
-
 #: amplifications of a curve
 _AMPLIFICATIONS = (1.0, 1.1, 1.2, 1.35, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0, 6.0)
 

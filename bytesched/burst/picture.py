@@ -11,8 +11,6 @@ from bytesched.burst.cost import Task
 from bytesched.burst.search import Found
 from bytesched.report.canvas import AFTER, BEFORE, GRID, INK, QUIET, canvas, strip
 
-__all__ = ["draw_plan"]
-
 _COLOURS = {"forward": AFTER, "backward": "#2c6e8f", "move": "#d9a441"}
 _WIDTH_IN = 12.0
 _HEIGHT_IN = 4.2

@@ -10,8 +10,6 @@ from bytesched.burst.cost import Place, PlacedBranches, Plan
 from bytesched.burst.graph import Chain
 from bytesched.errors import ConfigError
 
-__all__ = ["load_named_plan", "load_plan", "parse_plan", "plan_to_json"]
-
 
 def plan_to_json(chain: Chain, plan: Plan) -> list[dict[str, Any]]:
     """The places of a chain's items, with their names."""

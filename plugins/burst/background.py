@@ -15,8 +15,6 @@ from bytesched.burst.admission import Admission
 from bytesched.errors import BackgroundError
 from bytesched.observe import Observers
 
-__all__ = ["Background"]
-
 log = logging.getLogger("bytesched")
 
 _PATIENCE_S = 5.0

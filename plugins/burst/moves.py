@@ -25,8 +25,6 @@ from ..routes.groups.group import Group
 from ..routes.groups.messages import Messages
 from ..routes.groups.waiter import Waiter
 
-__all__ = ["Move", "Moves", "move", "samples_at"]
-
 
 def samples_at(place: Place, device: int, batch: int) -> range:
     """The samples of a batch that a device has; none if it is elsewhere."""

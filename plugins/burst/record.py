@@ -18,8 +18,6 @@ from bytesched.files import write_text
 
 from .structure import Branched
 
-__all__ = ["record"]
-
 _REPEATS: Final = 5
 
 

@@ -37,8 +37,6 @@ if TYPE_CHECKING:
 
     from bytesched.config import ConfigFields
 
-__all__ = ["Burst"]
-
 log = logging.getLogger("bytesched")
 
 _USED: Final = frozenset(

@@ -15,8 +15,6 @@ from bytesched.errors import PluginError
 from .moves import Move, Moves, move, samples_at
 from .structure import Item, branches_of, items_of, places_of
 
-__all__ = ["Walk"]
-
 _Shapes = dict[str, tuple[torch.Size, torch.dtype]]
 
 

@@ -13,8 +13,6 @@ from torch import Tensor
 
 from bytesched.errors import MismatchError
 
-__all__ = ["Form", "Table"]
-
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 

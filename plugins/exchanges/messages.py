@@ -24,8 +24,6 @@ from ..routes.groups.group import Group
 from ..routes.groups.messages import Messages
 from ..routes.groups.waiter import Waiter
 
-__all__ = ["ExchangeTask", "Exchanges"]
-
 #: As long as less is on its way, the next exchange starts.
 _CREDIT_BYTES: Final = 1 << 20
 #: how often a wait looks for lost connections

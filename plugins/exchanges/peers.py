@@ -30,8 +30,6 @@ from ..routes.groups.opening import kind_of, open_group
 from .counts import Form, Table
 from .messages import Exchanges
 
-__all__ = ["Layers", "Peers", "Transfer", "peers_of"]
-
 
 class Transfer:
     """Rows on their way in one direction; ``rows`` are complete after `wait`.

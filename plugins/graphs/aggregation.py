@@ -12,8 +12,6 @@ from .laps import laps
 from .partition import Partition
 from .pieces import product
 
-__all__ = ["aggregate"]
-
 
 class _Aggregate(torch.autograd.Function):
     @staticmethod

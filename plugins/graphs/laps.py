@@ -13,8 +13,6 @@ from bytesched.observe import Observers
 from ..planned.session import PlannedSession
 from ..registry import sessions
 
-__all__ = ["Laps", "laps"]
-
 #: what a stretch of time goes to
 Kind = Literal["aggregation", "transformation", "halo"]
 

@@ -13,8 +13,6 @@ from .aggregation import aggregate
 from .laps import laps
 from .partition import Partition
 
-__all__ = ["GraphConv"]
-
 
 @dataclass(frozen=True)
 class _Kept:

@@ -16,8 +16,6 @@ from ..exchanges.counts import Form
 from ..exchanges.peers import Peers, peers_of
 from .pieces import Halo, Piece, by_rows, cut, entries
 
-__all__ = ["Partition"]
-
 _DTYPES = (torch.float32, torch.float64)
 
 

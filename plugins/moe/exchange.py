@@ -22,8 +22,6 @@ from bytesched.errors import PluginError
 from ..exchanges.counts import Form
 from ..exchanges.peers import Peers, Transfer, peers_of
 
-__all__ = ["Exchange", "begin", "exchange", "finish"]
-
 
 @dataclass(eq=False)
 class Exchange:

@@ -8,8 +8,6 @@ import torch.distributed as dist
 
 from bytesched.errors import PluginError
 
-__all__ = ["Grid", "expert_groups", "own_experts"]
-
 
 @dataclass(frozen=True)
 class Grid:

@@ -19,8 +19,6 @@ from .exchange import Exchange, begin, finish
 from .gates import DTSGate, Routing, TopKGate
 from .pieces import Piece, cut, number_of_pieces
 
-__all__ = ["MoE"]
-
 
 class MoE(nn.Module):
     """A layer of experts that the ranks of a group share out, with the results of one process.

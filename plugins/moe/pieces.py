@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-__all__ = ["Piece", "cut", "number_of_pieces"]
-
 
 @dataclass(frozen=True)
 class Piece:

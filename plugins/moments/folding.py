@@ -28,8 +28,6 @@ from ..dependency.failures import Failures
 from ..update.optimizer_state import GuardedState
 from .slots import MomentSlot
 
-__all__ = ["Accumulation", "Folding", "decays_apart"]
-
 log = logging.getLogger("bytesched")
 
 

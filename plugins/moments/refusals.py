@@ -13,8 +13,6 @@ from bytesched.errors import ConfigError, PluginError
 from .folding import Accumulation
 from .slots import MomentSlot
 
-__all__ = ["ADAMA", "check_request", "folding_statements"]
-
 ADAMA: Final = "adama"
 
 

@@ -19,8 +19,6 @@ from ..update.surroundings import unseen
 from .folding import Folding, decays_apart
 from .slots import MomentSlot
 
-__all__ = ["AdamUpdate", "MomentUpdates"]
-
 
 class MomentUpdates(Updates):
     """The steps of the optimizer whose moments travel.

@@ -18,8 +18,6 @@ from bytesched.pipeline.order import Order
 from ..c10d.entry import Entry
 from .private import runtime, skip_self_sends
 
-__all__ = ["ordered_schedule"]
-
 
 def ordered_schedule(
     stages: Sequence[Any],

@@ -11,8 +11,6 @@ from bytesched.pipeline.order import Action, Kind, Order
 
 from .private import schedule_class
 
-__all__ = ["SCHEDULES", "torch_order"]
-
 #: name, and the placement of its stages: on one rank each, in rounds, or there and back
 SCHEDULES = {
     "GPipe": "single",

@@ -20,8 +20,6 @@ from .private import skip_self_sends
 from .root import StageModules
 from .schedules import Schedule
 
-__all__ = ["StageReductions", "take_from_ddp"]
-
 #: in what Gloo says of a connection whose other side has ended
 _LOST: Final = ("closed by peer", "reset by peer", "Broken pipe")
 

@@ -16,8 +16,6 @@ from ..routes.groups.opening import store_of
 from ..warmup.agree import disagreement
 from .root import StageModules
 
-__all__ = ["RollCall", "named_replicas"]
-
 _SHORTEST_NAP_S: Final = 1e-3
 _LONGEST_NAP_S: Final = 0.05
 

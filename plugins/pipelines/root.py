@@ -13,8 +13,6 @@ from bytesched.errors import PluginError
 
 from .schedules import Schedule, is_schedule, schedule_of
 
-__all__ = ["StageModules", "staged"]
-
 
 class StageModules(nn.Module):
     """The modules of a rank's stages, by the stage's number; a call is one step of the schedule.

@@ -21,12 +21,6 @@ from bytesched.errors import PluginError
 
 from .private import SCHEDULES, base_class, probe_schedule, stages_of
 
-__all__ = [
-    "Schedule",
-    "is_schedule",
-    "schedule_of",
-]
-
 
 def is_schedule(x: object) -> bool:
     """Whether ``x`` is a schedule of torch.distributed.pipelining."""

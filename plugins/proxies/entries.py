@@ -19,8 +19,6 @@ from ..registry import sessions
 from .pending import PendingParameter
 from .pending_grads import PendingGrad, ready
 
-__all__ = ["guard_entries"]
-
 #: where they are found, by module and class
 _ENTRIES: dict[str, str] = {
     "torch._C": "_broadcast_coalesced _to_dlpack _to_dlpack_versioned",

@@ -20,8 +20,6 @@ from .compiling import is_compiled
 from .hooks import StayingHook
 from .pending import hold, release, release_held
 
-__all__ = ["FirstUse"]
-
 
 class FirstUse:
     """Watches one forward pass of ``root``: order of first use, and which modules are called.

@@ -7,8 +7,6 @@ from typing import Any, Final
 
 from torch.autograd import profiler
 
-__all__ = ["span"]
-
 _NONE: Final = nullcontext()
 
 

@@ -18,8 +18,6 @@ from ..figures.causes import place
 from ..planned.session import PlannedSession
 from ..registry import after_wrap, optimizers_of
 
-__all__ = ["Explained", "Wait", "begin"]
-
 _MS: Final = 1e6
 
 #: for the other ranks to come to the last step

@@ -31,8 +31,6 @@ from .pipelines import begin_step
 from .summary import summary
 from .watched import Watched
 
-__all__ = ["ddp_made", "horovod_optimizer_made", "pipeline_steps", "say_undecided"]
-
 log = logging.getLogger("bytesched")
 
 _models: list[Watched] = []

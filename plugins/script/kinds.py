@@ -21,8 +21,6 @@ from ..pipelines.root import StageModules
 from .owners import compiled_around, owners_of, parameter_ids
 from .watched import Announced, Watched
 
-__all__ = ["WatchedDdp", "WatchedHorovod"]
-
 #: where frameworks call step() by themselves, on the ranks that have no state yet
 _MAKE_STATE: Final = frozenset({("torch.distributed.checkpoint.state_dict", "_init_optim_state")})
 

@@ -19,8 +19,6 @@ from ..registry import is_wrapped
 from .owners import parameter_ids
 from .watched import say
 
-__all__ = ["begin_step"]
-
 log = logging.getLogger("bytesched")
 
 _seen: WeakSet[Any] = WeakSet()

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-__all__ = ["summary"]
-
 Figures = Mapping[str, int | float | str]
 
 

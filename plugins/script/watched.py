@@ -26,8 +26,6 @@ from ..warmup.agree import settings
 from ..wrapping import why_wrapped
 from .owners import parameter_ids
 
-__all__ = ["Announced", "Watched", "say"]
-
 log = logging.getLogger("bytesched")
 
 #: calls of step() in which a forward pass must have been seen; Horovod makes two of one

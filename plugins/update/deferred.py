@@ -26,8 +26,6 @@ from .optimizer_state import AliasedState, GuardedState
 from .separable import why_not_deferred
 from .surroundings import Surroundings
 
-__all__ = ["Aliased", "Deferred", "Later"]
-
 log = logging.getLogger("bytesched")
 
 #: attributes through which an optimizer refers to itself: hooks, and Horovod's nodes of autograd,

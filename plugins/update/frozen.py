@@ -9,8 +9,6 @@ from typing import Any, Final
 
 import torch
 
-__all__ = ["snapshot", "tensors_of", "why_not_frozen"]
-
 #: of values that nothing can change
 _PLAIN: Final = frozenset(
     {

@@ -16,8 +16,6 @@ from bytesched.errors import PluginError
 
 from ..proxies.pending_grads import has_aliases
 
-__all__ = ["AliasedState", "GuardedState"]
-
 
 class GuardedState(defaultdict[Any, Any]):
     """``optimizer.state``; any use of it from outside applies what is outstanding first.

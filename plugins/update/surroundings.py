@@ -13,8 +13,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _disable_current_modes
 
-__all__ = ["Surroundings", "has_modes", "unseen"]
-
 #: the kinds of devices that parameters are on
 _DEVICES = ("cpu", "cuda")
 

@@ -29,8 +29,6 @@ from bytesched.errors import (
 from ..dependency.failures import Failures
 from ..routes.groups.group import Group
 
-__all__ = ["Agreement", "Kind", "answer_in_barriers", "digest_of"]
-
 
 class Kind(IntEnum):
     """What a rank is about to do."""

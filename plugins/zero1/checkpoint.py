@@ -16,8 +16,6 @@ import torch
 
 from bytesched.errors import PluginError
 
-__all__ = ["HeldEntry", "ShardedState", "boxes_of", "plain_name"]
-
 #: names of modules inside wrappers of torch
 _WRAPPERS: Final = ("module", "_orig_mod")
 

@@ -31,8 +31,6 @@ from .spread import Row
 from .states import States
 from .sums import Carried, Sums, range_of
 
-__all__ = ["Owners"]
-
 log = logging.getLogger("bytesched")
 
 

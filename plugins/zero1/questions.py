@@ -12,8 +12,6 @@ from ..planned.buckets import Member
 from ..planned.questions import Measure, Questions
 from ..queries import NORMS, NORMS_OF_ALL, UNSCALE, kind_of_norm
 
-__all__ = ["OwnersQuestions"]
-
 _Combine = Callable[[torch.Tensor], torch.Tensor]
 _GREATEST: Final[_Combine] = methodcaller("amax", 0)
 _LEAST: Final[_Combine] = methodcaller("amin", 0)

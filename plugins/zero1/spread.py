@@ -15,8 +15,6 @@ from ..update.surroundings import unseen
 from .ownership import Ownership, Part, Piece
 from .sums import exchanged
 
-__all__ = ["Arrivals", "Layout", "Row", "layouts_of"]
-
 
 class Layout:
     """Where pieces of some parameters lie in what one operation brings; the same for each step."""

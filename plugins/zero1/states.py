@@ -21,8 +21,6 @@ from ..update.optimizer_state import GuardedState
 from .checkpoint import HeldEntry, plain_name
 from .ownership import Ownership, Piece
 
-__all__ = ["States"]
-
 
 class States:
     """Which entries of optimizers' states are here, and the others when somebody asks for them.

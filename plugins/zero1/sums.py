@@ -21,8 +21,6 @@ from ..planned.wire import Exchanging
 from ..update.surroundings import unseen
 from .ownership import Ownership, Piece
 
-__all__ = ["Carried", "Sums", "exchanged", "range_of"]
-
 
 class Carried:
     """When something of a round was under way, for figures and traces."""

@@ -29,8 +29,6 @@ from .owners import Owners
 from .ownership import Part
 from .spread import Arrivals, Layout, Row, layouts_of
 
-__all__ = ["sharding"]
-
 
 def sharding(
     wire: Exchanging,

@@ -16,8 +16,6 @@ from torch import Tensor, nn
 
 from ...routes.groups.group import Group
 
-__all__ = ["balanced", "cut", "layer_times_s"]
-
 log = logging.getLogger("bytesched")
 
 _REPEATS: Final = 3

@@ -30,8 +30,6 @@ from .stage import Stage
 from .traffic import Traffic
 from .whole import clip_grad_norm_, unscale_
 
-__all__ = ["ModelWaves"]
-
 log = logging.getLogger("bytesched")
 
 _USED: Final = frozenset({"partition_bytes", "timeout_s", "timeline", "log_level"})

@@ -8,8 +8,6 @@ from typing import Final
 from .routes import WEIGHTS, Cargo, Route
 from .stage import Stage
 
-__all__ = ["ROOMS", "WAITING", "Rooms"]
-
 #: stages on a visit: one that is computed with, and the next
 ROOMS: Final = 2
 #: gradients that may wait: of this rank, for the sum of those before it, and sums, to be sent

@@ -11,8 +11,6 @@ from __future__ import annotations
 from enum import Enum
 from typing import Final, NamedTuple
 
-__all__ = ["WEIGHTS", "Cargo", "Route", "name_of", "sends", "source", "tag_of", "visits"]
-
 
 class Cargo(Enum):
     """What is on its way."""

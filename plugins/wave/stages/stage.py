@@ -9,8 +9,6 @@ from torch import nn
 
 from bytesched.errors import PluginError
 
-__all__ = ["Stage"]
-
 
 class Stage:
     """A run of layers, whose weights are here at home, on a visit, or not at all.

@@ -22,8 +22,6 @@ from .rooms import WAITING, Rooms
 from .routes import WEIGHTS, Cargo, Route, name_of, sends, source, tag_of, visits
 from .stage import Stage
 
-__all__ = ["Traffic"]
-
 
 class Traffic:
     """What one rank receives, passes on and sends home in each step.

@@ -11,8 +11,6 @@ from torch import Tensor, nn
 
 from ...routes.groups.group import Group
 
-__all__ = ["clip_grad_norm_", "unscale_"]
-
 #: as in torch.nn.utils.clip_grad_norm_
 _SMALL = 1e-6
 

@@ -8,8 +8,6 @@ from types import TracebackType
 
 import torch
 
-__all__ = ["ActivationMemory"]
-
 
 class ActivationMemory:
     """A context manager that counts the bytes saved for backward in forward passes inside it.

@@ -10,8 +10,6 @@ import torch
 
 from bytesched.errors import PluginError
 
-__all__ = ["of_waves"]
-
 
 def of_waves(batches: Sequence[Any], waves: int) -> tuple[list[Any], list[float]]:
     """The batch of every wave, and the share of its loss in that of the step.

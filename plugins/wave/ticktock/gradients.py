@@ -14,8 +14,6 @@ from bytesched.errors import SchedulerTimeout
 
 from .streams import Lanes
 
-__all__ = ["JoinedGradients"]
-
 #: a gradient, and what its reader waits for
 _Given = tuple[torch.Tensor, "torch.cuda.Event | None"]
 

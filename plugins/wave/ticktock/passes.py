@@ -17,8 +17,6 @@ from bytesched.observe import Observers
 from .gradients import JoinedGradients
 from .streams import Lanes
 
-__all__ = ["Passes"]
-
 
 class Passes:
     """Tick and tock: the forward pass of a wave begins when that of the wave before has ended.

@@ -9,8 +9,6 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-__all__ = ["WaveStates", "interfering"]
-
 _DRAWING = (nn.modules.dropout._DropoutNd, nn.RReLU)
 
 

@@ -7,8 +7,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
-__all__ = ["CudaLanes", "Lanes", "lanes_for"]
-
 
 class Lanes:
     """Orders the work of the waves on a device. Does nothing, for the CPU."""

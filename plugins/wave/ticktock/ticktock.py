@@ -37,8 +37,6 @@ from .state import WaveStates, interfering
 from .streams import lanes_for
 from .trial import Trial
 
-__all__ = ["TickTock"]
-
 log = logging.getLogger("bytesched")
 
 _NAMED = 5

@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 import statistics
 
-__all__ = ["Trial"]
-
 log = logging.getLogger("bytesched")
 
 #: steps of each kind before the first that counts
