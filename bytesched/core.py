@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from bytesched.admission import Admission
+from bytesched.admission import Foreseen
 from bytesched.errors import InvalidTransition
 from bytesched.order import ReadyQueue
 from bytesched.task import CommTask, TaskState
@@ -31,7 +31,7 @@ class SchedulerCore:
     """
 
     def __init__(
-        self, queue: ReadyQueue, *, credit_bytes: int, admission: Admission | None = None
+        self, queue: ReadyQueue, *, credit_bytes: int, admission: Foreseen | None = None
     ) -> None:
         self._queue = queue
         self._admission = admission

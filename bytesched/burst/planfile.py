@@ -34,13 +34,11 @@ def plan_to_json(chain: Chain, plan: Plan) -> list[dict[str, Any]]:
     return listed
 
 
-def load_plan(path: str | Path) -> Plan:
-    """The plan in a file. Raises `ConfigError` with what is wrong, and where."""
-    return tuple(placed for _, placed in load_named_plan(path))
-
-
 def load_named_plan(path: str | Path) -> list[tuple[str, Place | PlacedBranches]]:
-    """The plan in a file with the names of its layers; raises as `load_plan` does."""
+    """The plan in a file with the names of its layers.
+
+    Raises `ConfigError` with what is wrong, and where.
+    """
     try:
         content = json.loads(Path(path).read_text())
     except OSError as error:

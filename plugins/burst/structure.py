@@ -56,7 +56,8 @@ def plan_for(model: nn.Sequential, path: str | Path) -> Plan:
     them is where the widest of these is; one that holds none is where the child before it is.
     A plan with branches or with other names throughout, but of the same length, is taken item by
     item.
-    Raises `PluginError` if some of the names are not those of the model, and as `load_plan` does.
+    Raises `PluginError` if some of the names are not those of the model, and what
+    `load_named_plan` raises.
     """
     named = load_named_plan(path)
     found: list[Place | None] = []

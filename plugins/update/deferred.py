@@ -173,6 +173,10 @@ class Deferred:
         copied._optimizer_step_post_hooks = OrderedDict()
         return copied
 
+    def run(self, param_groups: list[dict[str, Any]], attributes: dict[str, Any]) -> None:
+        """Steps a copy with these groups and attributes."""
+        self._raw_step(self.copy(param_groups, attributes))
+
     def copy_of_nothing(self) -> torch.optim.Optimizer:
         """The optimizer with its groups, and no parameter in them."""
         return self.copy([{**group, "params": []} for group in self.optimizer.param_groups])
@@ -228,23 +232,6 @@ class Deferred:
         }
         return Later(self, Surroundings.here(), attributes)
 
-    def update(
-        self,
-        groups: Sequence[tuple[dict[str, Any], Sequence[Aliased]]],
-        attributes: dict[str, Any] | None = None,
-    ) -> None:
-        """Runs the real update of ``slots`` under the hyper-parameters of each group.
-
-        Args:
-            attributes: of the optimizer; as they are now if None.
-        """
-        copied = self.copy(
-            [{**snapshot(taken), "params": [s.alias for s in slots]} for taken, slots in groups],
-            attributes,
-        )
-        with updating():
-            self._raw_step(copied)
-
 
 class Later:
     """An update under the surroundings of the thread that called ``step()``.
@@ -261,6 +248,12 @@ class Later:
         self._attributes = attributes
 
     def update(self, groups: Sequence[tuple[dict[str, Any], Sequence[Aliased]]]) -> None:
-        """See `Deferred.update`."""
-        with self._surroundings.entered():
-            self._deferred.update(groups, self._attributes)
+        """Runs the real update of what each group has, under the hyper-parameters with it."""
+        with self._surroundings.entered(), updating():
+            self._deferred.run(
+                [
+                    {**snapshot(taken), "params": [s.alias for s in slots]}
+                    for taken, slots in groups
+                ],
+                self._attributes,
+            )

@@ -20,6 +20,7 @@ from ..figures.meter import Meter
 from ..layout import is_dense
 from ..planned.buckets import Bucket, Member
 from ..planned.bundles import Slot
+from ..planned.spans import Carried
 from ..planned.wire import Exchanging
 from ..routes.groups.group import Group
 from ..update.separable import is_elementwise
@@ -29,7 +30,7 @@ from .ownership import Ownership
 from .questions import OwnersQuestions
 from .spread import Row
 from .states import States
-from .sums import Carried, Sums, range_of
+from .sums import Sums, range_of
 
 log = logging.getLogger("bytesched")
 

@@ -6,46 +6,16 @@ Gloo's reduce-scatter costs a whole all-reduce; an all-to-all and a sum in the o
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from itertools import chain
-from time import perf_counter_ns
 from typing import Any
 
 import torch
 
-from bytesched.observe import Observers
-
 from ..planned.buckets import Bucket, Member
-from ..planned.spans import Spans
+from ..planned.spans import Carried
 from ..planned.wire import Exchanging
 from ..update.surroundings import unseen
 from .ownership import Ownership, Piece
-
-
-class Carried:
-    """When something of a round was under way, for figures and traces."""
-
-    def __init__(self, observers: Observers) -> None:
-        self._observers = observers
-        self.spans = Spans()
-
-    def round_begins(self) -> None:
-        """What is carried from now on is of another round."""
-        self.spans = Spans()
-
-    def begin(self, work: Any, name: str, nbytes: int) -> Any:
-        """``work`` has begun; returns it."""
-        spans, number = self.spans, len(self.spans.began_ns)
-        spans.begin(number, perf_counter_ns())
-        work.get_future().add_done_callback(partial(self._ended, spans, number, name, nbytes))
-        return work
-
-    def _ended(self, spans: Spans, number: int, name: str, nbytes: int, future: object) -> None:
-        now_ns = perf_counter_ns()
-        spans.end(number, now_ns)
-        if self._observers.are_any:
-            args = {"bytes": nbytes, "chunk": number}
-            self._observers.on_span("send", name, spans.began_ns[number], now_ns, args)
 
 
 class _Row:

@@ -145,10 +145,9 @@ class ModelWaves:
             for index, stage in enumerate(self.stages):
                 if not stage.is_home:
                     stage.come()
-                options: Any = dist.BroadcastOptions()
-                options.rootRank = index
-                work = self._group.backend.broadcast([stage.flat], options)
-                self._group.wait(work, task=f"the weights of stage {index}")
+                self._group.broadcast(
+                    [stage.flat], root=index, task=f"the weights of stage {index}"
+                )
                 for offset, layer in enumerate(stage.module):
                     prefix = f"{self._names[self.bounds[index] + offset]}."
                     found |= {prefix + n: v.clone() for n, v in layer.state_dict().items()}

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...routes.groups.group import Group
@@ -26,7 +25,7 @@ def clip_grad_norm_(group: Group, parameters: Sequence[nn.Parameter], max_norm: 
     gradients = [p.grad for p in parameters if p.grad is not None]
     squares = [torch.linalg.vector_norm(g, dtype=torch.float64).square() for g in gradients]
     total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64)
-    group.wait(group.backend.allreduce([total]), task="the norm of all gradients")
+    group.wait(group.all_reduce(total), task="the norm of all gradients")
     norm = total.sqrt()
     factor = torch.clamp(max_norm / (norm + _SMALL), max=1.0)
     for gradient in gradients:
@@ -45,8 +44,5 @@ def unscale_(group: Group, scaler: torch.amp.GradScaler, optimizer: torch.optim.
     # As FSDP's scaler does: nothing public has them.
     found: dict[Any, Tensor] = scaler._found_inf_per_device(optimizer)
     anywhere = torch.stack([torch.zeros(()), *(value.cpu() for value in found.values())]).amax()
-    options: Any = dist.AllreduceOptions()
-    options.reduceOp = dist.ReduceOp.MAX
-    work = group.backend.allreduce([anywhere], options)
-    group.wait(work, task="whether all gradients are finite")
+    group.wait(group.largest(anywhere), task="whether all gradients are finite")
     found[torch.device("cpu")] = anywhere
