@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from .aggregation import aggregate
-from .laps import laps
+from .aggregation import aggregate, laps
 from .partition import Partition
 
 

@@ -9,8 +9,15 @@ from __future__ import annotations
 
 from .exchange import exchange
 from .gates import DTSGate, Temperature, TopKGate
-from .gradients import clip_grad_norm_, data_parallel, full_state_dict, reduce_expert_gradients
-from .grid import Grid, expert_groups, own_experts
+from .gradients import (
+    Grid,
+    clip_grad_norm_,
+    data_parallel,
+    expert_groups,
+    full_state_dict,
+    own_experts,
+    reduce_expert_gradients,
+)
 from .layer import MoE
 
 __all__ = [

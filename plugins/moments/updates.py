@@ -13,9 +13,8 @@ from bytesched.errors import PluginError
 from ..planned.bundles import Bundle, Debt, Slot
 from ..planned.updates import Updates
 from ..update.deferred import Deferred
-from ..update.frozen import snapshot
 from ..update.optimizer_state import GuardedState
-from ..update.surroundings import unseen
+from ..update.surroundings import snapshot, unseen
 from .folding import Folding, decays_apart
 from .slots import MomentSlot
 

@@ -17,8 +17,7 @@ from ..c10d.entry import Entry
 from ..c10d.shell import take_over
 from ..planned.hooked_session import HookedSession
 from .private import skip_self_sends
-from .root import StageModules
-from .schedules import Schedule
+from .root import Schedule, StageModules
 
 #: in what Gloo says of a connection whose other side has ended
 _LOST: Final = ("closed by peer", "reset by peer", "Broken pipe")

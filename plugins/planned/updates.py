@@ -20,8 +20,8 @@ from ..proxies.pending import PendingParameter, hold_all, release_all, synchroni
 from ..proxies.pending_grads import PendingGrad
 from ..proxies.spans import span
 from ..update.deferred import Deferred
-from ..update.frozen import snapshot
 from ..update.stepping import why_now
+from ..update.surroundings import snapshot
 from .buckets import Member, Sent, make_changes
 from .bundles import Bundle, BundleState, Debt, Slot, bundled
 from .sending import Sending

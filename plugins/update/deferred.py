@@ -20,11 +20,10 @@ import torch
 from torch import nn
 
 from ..proxies.compiling import updating
-from .frozen import snapshot
 from .genuine import HOOKS, Code, raw_step
 from .optimizer_state import AliasedState, GuardedState
 from .separable import why_not_deferred
-from .surroundings import Surroundings
+from .surroundings import Surroundings, snapshot
 
 log = logging.getLogger("bytesched")
 

@@ -15,8 +15,8 @@ import torch
 
 from bytesched.errors import PluginError
 
-from .frozen import why_not_frozen
 from .genuine import is_hooked, stepping_optimizer, why_altered
+from .surroundings import why_not_frozen
 
 
 @dataclass(frozen=True)

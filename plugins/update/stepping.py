@@ -15,8 +15,7 @@ from bytesched.errors import PluginError
 
 from ..figures.meter import Meter
 from .deferred import Deferred
-from .frozen import why_not_frozen
-from .surroundings import has_modes
+from .surroundings import has_modes, why_not_frozen
 
 log = logging.getLogger("bytesched")
 

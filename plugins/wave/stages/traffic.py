@@ -18,9 +18,8 @@ from ...dependency.failures import Progress
 from ...routes.groups.group import Group
 from ...routes.groups.messages import Messages
 from ...routes.groups.waiter import Waiter
-from .rooms import WAITING, Rooms
 from .routes import WEIGHTS, Cargo, Route, name_of, sends, source, tag_of, visits
-from .stage import Stage
+from .stage import WAITING, Rooms, Stage
 
 
 class Traffic:

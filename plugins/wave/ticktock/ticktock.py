@@ -31,8 +31,7 @@ from ..conditions import (
     world_size,
 )
 from .batches import of_waves
-from .gradients import JoinedGradients
-from .passes import Passes
+from .passes import JoinedGradients, Passes
 from .state import WaveStates, interfering
 from .streams import lanes_for
 from .trial import Trial

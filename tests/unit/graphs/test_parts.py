@@ -16,8 +16,8 @@ from torch import Tensor
 from bytesched.errors import MismatchError, PluginError
 from bytesched.observe import Observer, Observers
 from bytesched.plugins import graphs
-from bytesched.plugins.graphs import laps as laps_module
-from bytesched.plugins.graphs.laps import Laps
+from bytesched.plugins.graphs import aggregation
+from bytesched.plugins.graphs.aggregation import Laps
 from bytesched.plugins.graphs.pieces import Halo, cut, entries
 
 
@@ -172,8 +172,8 @@ def test_a_layer_that_is_traced_tells_where_its_time_goes() -> None:
 
 
 def test_without_a_trace_nobody_is_told_and_nothing_is_hooked() -> None:
-    assert laps_module.laps()._observers == []
+    assert aggregation.laps()._observers == []
     y = graphs.GraphConv(line(), 3, 2)(torch.ones(4, 3))
-    with mock.patch.object(laps_module, "perf_counter_ns", side_effect=AssertionError):
+    with mock.patch.object(aggregation, "perf_counter_ns", side_effect=AssertionError):
         y.sum().backward()
         graphs.GraphConv(line(), 3, 2)(torch.ones(4, 3))

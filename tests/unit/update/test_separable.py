@@ -16,7 +16,6 @@ from torch.optim import SGD, Adam, Optimizer
 
 import bytesched
 from bytesched.errors import PluginError
-from bytesched.plugins.update.frozen import snapshot, why_not_frozen
 from bytesched.plugins.update.separable import (
     KNOWN,
     SEPARABLE,
@@ -24,6 +23,7 @@ from bytesched.plugins.update.separable import (
     why_not_deferred,
     why_not_sharded,
 )
+from bytesched.plugins.update.surroundings import snapshot, why_not_frozen
 
 
 def weights() -> list[nn.Parameter]:
