@@ -49,6 +49,12 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=0.01)
 
 
+def waves_of(
+    model: nn.Sequential, loss_fn: Callable[..., Tensor] = functional.cross_entropy, **fields: Any
+) -> ModelWaves:
+    return ModelWaves(model, optimizer_of(model), loss_fn, batch_of(0)[0], **SMALL | fields)
+
+
 def accumulated(ranks: int) -> tuple[dict[str, Tensor], list[list[float]], Tensor]:
     """Weights, losses by step and rank, and an output of one process that has all batches."""
     model = chain()
@@ -79,9 +85,7 @@ def model_waves_equal() -> tuple[list[str], dict[str, Any]]:
     for parameter in model.parameters():
         # Of something before: it counts as little as before zero_grad().
         parameter.grad = torch.ones_like(parameter)
-    waves = ModelWaves(
-        model, optimizer_of(model), functional.cross_entropy, batch_of(0)[0], **SMALL
-    )
+    waves = waves_of(model)
     wrong = []
     for step in range(STEPS):
         loss = waves.step(*batch_of(step, rank))
@@ -229,9 +233,7 @@ def rank_dies() -> None:
             os.kill(os.getpid(), 9)
         return functional.cross_entropy(output, targets)
 
-    model = chain()
-    fields = SMALL | {"timeout_s": 8.0}
-    waves = ModelWaves(model, optimizer_of(model), loss_fn, batch_of(0)[0], **fields)
+    waves = waves_of(chain(), loss_fn, timeout_s=8.0)
     try:
         for step in range(10):
             waves.step(*batch_of(step, rank))
@@ -277,10 +279,7 @@ def user_error() -> str:
             raise ValueError("no such target")
         return functional.cross_entropy(output, targets)
 
-    model = chain()
-    waves = ModelWaves(
-        model, optimizer_of(model), loss_fn, batch_of(0)[0], **SMALL | {"timeout_s": 8.0}
-    )
+    waves = waves_of(chain(), loss_fn, timeout_s=8.0)
     told = ""
     try:
         waves.step(*batch_of(0, rank))
@@ -293,10 +292,7 @@ def user_error() -> str:
 def state_dict_fails() -> str:
     """Rank 1 raises in it: what the ranks say, of which one had to wait for the other."""
     model = chain()
-    fields = SMALL | {"timeout_s": 600.0}
-    waves = ModelWaves(
-        model, optimizer_of(model), functional.cross_entropy, batch_of(0)[0], **fields
-    )
+    waves = waves_of(model, timeout_s=600.0)
     waves.step(*batch_of(0, dist.get_rank()))
 
     def fail(*_: object) -> None:
@@ -319,12 +315,8 @@ def used_after_they_were_closed() -> list[str]:
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("bytesched").addHandler(handler)
-    model = chain()
-    fields = SMALL | {"enabled": False, "compression": "fp16", "timeout_s": 600.0}
     try:
-        waves = ModelWaves(
-            model, optimizer_of(model), functional.cross_entropy, batch_of(0)[0], **fields
-        )
+        waves = waves_of(chain(), enabled=False, compression="fp16", timeout_s=600.0)
     finally:
         logging.getLogger("bytesched").removeHandler(handler)
     waves.close()
