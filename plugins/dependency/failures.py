@@ -9,7 +9,6 @@ from typing import Final, NoReturn, Protocol
 
 from bytesched.errors import PeerLost, PluginError, SchedulerTimeout, TransportError, in_one_line
 from bytesched.share.turn import HELD, released
-from bytesched.urgency import URGENCY
 
 from ..routes.groups.group import Group
 
@@ -118,9 +117,6 @@ class Progress(Failures):
 
     def wait(self, done: Callable[[], bool], what: str) -> None:
         """Returns when ``done()``; raises the first error, or SchedulerTimeout."""
-        if URGENCY.is_held:
-            with URGENCY.waiting():
-                return self.wait(done, what)
         if HELD and not self._done_by(0.0, done):
             with released():
                 return self.wait(done, what)

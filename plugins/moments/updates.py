@@ -10,7 +10,7 @@ import torch
 
 from bytesched.errors import PluginError
 
-from ..planned.bundles import Bundle, Debt, Slot
+from ..planned.bundles import Bundle, Debt, Slot, Update
 from ..planned.updates import Updates
 from ..update.deferred import Deferred
 from ..update.optimizer_state import GuardedState
@@ -55,7 +55,7 @@ class MomentUpdates(Updates):
 
     def _all_owed(self, optimizer: torch.optim.Optimizer) -> list[Debt]:
         debts: list[Debt] = []
-        update = AdamUpdate(optimizer.state)
+        update = _adam(optimizer.state)
         #: a group may name a parameter twice
         seen: set[Slot] = set()
         for group in optimizer.param_groups:
@@ -80,20 +80,18 @@ class MomentUpdates(Updates):
             slot.withhold()
 
 
-class AdamUpdate:
+def _adam(state: Any) -> Update:
     """Adam's update from its moments (Kingma and Ba 2015; AdamW: Loshchilov and Hutter 2019)."""
+    assert isinstance(state, GuardedState)
 
-    def __init__(self, state: Any) -> None:
-        assert isinstance(state, GuardedState)
-        self._state = state
-
-    def update(self, groups: Sequence[tuple[dict[str, Any], Sequence[Slot]]]) -> None:
-        """See `planned.bundles.Update`."""
+    def update(groups: Sequence[tuple[dict[str, Any], Sequence[Slot]]]) -> None:
         with unseen():
             for taken, slots in groups:
                 for slot in slots:
                     assert isinstance(slot, MomentSlot)
-                    _update(slot, self._state.raw(slot.parameter), taken)
+                    _update(slot, state.raw(slot.parameter), taken)
+
+    return update
 
 
 def _update(slot: MomentSlot, entry: dict[str, Any], taken: dict[str, Any]) -> None:

@@ -94,7 +94,7 @@ class Gates:
             self._unhook_end()
         self._updates.bundle(first_use.units())
         slots = {id(slot.parameter): slot for slot in self._slots}
-        for module, name, parameters in first_use.gates(lambda parameter: True):
+        for module, name, parameters in first_use.gates():
             behind = {slots[id(parameter)].bundle: None for parameter in parameters}
             bundles = sorted(behind, key=lambda bundle: bundle.number)
             self._hooks.append(gate(module, self._gate(bundles, name), self._inside_compiled))

@@ -263,7 +263,7 @@ class Updates:
                 slots = {slot: None for debt in debts for slot in debt.slots}
                 make_changes([slot.member for slot in slots if slot.member is not None])
                 for by, groups in _calls(debts):
-                    by.update(groups)
+                    by(groups)
         except BaseException as error:
             # What was updated and what was not is not known any more.
             self._failures.fail(error, is_raised=True)

@@ -172,10 +172,6 @@ class Deferred:
         copied._optimizer_step_post_hooks = OrderedDict()
         return copied
 
-    def run(self, param_groups: list[dict[str, Any]], attributes: dict[str, Any]) -> None:
-        """Steps a copy with these groups and attributes."""
-        self._raw_step(self.copy(param_groups, attributes))
-
     def copy_of_nothing(self) -> torch.optim.Optimizer:
         """The optimizer with its groups, and no parameter in them."""
         return self.copy([{**group, "params": []} for group in self.optimizer.param_groups])
@@ -219,8 +215,12 @@ class Deferred:
         self._aliases[key] = slot.alias
         self._real[slot.alias] = slot.parameter
 
-    def now(self) -> Later:
-        """The update as this thread would do it at this moment, for another one to do later."""
+    def now(self) -> Callable[[Sequence[tuple[dict[str, Any], Sequence[Aliased]]]], None]:
+        """The update as this thread would do it at this moment, for another one to do later.
+
+        It runs the real update of each group under its hyper-parameters, in the surroundings of
+        this thread.
+        """
         optimizer = self.optimizer
         attributes = {
             name: value
@@ -229,30 +229,14 @@ class Deferred:
             if name not in _HOOKED
             and not (isinstance(value, MethodType) and value.__self__ is optimizer)
         }
-        return Later(self, Surroundings.here(), attributes)
+        surroundings = Surroundings.here()
 
-
-class Later:
-    """An update under the surroundings of the thread that called ``step()``.
-
-    Args:
-        attributes: of the optimizer, as they were then.
-    """
-
-    def __init__(
-        self, deferred: Deferred, surroundings: Surroundings, attributes: dict[str, Any]
-    ) -> None:
-        self._deferred = deferred
-        self._surroundings = surroundings
-        self._attributes = attributes
-
-    def update(self, groups: Sequence[tuple[dict[str, Any], Sequence[Aliased]]]) -> None:
-        """Runs the real update of what each group has, under the hyper-parameters with it."""
-        with self._surroundings.entered(), updating():
-            self._deferred.run(
-                [
-                    {**snapshot(taken), "params": [s.alias for s in slots]}
+        def update(groups: Sequence[tuple[dict[str, Any], Sequence[Aliased]]]) -> None:
+            with surroundings.entered(), updating():
+                now = [
+                    {**snapshot(taken), "params": [slot.alias for slot in slots]}
                     for taken, slots in groups
-                ],
-                self._attributes,
-            )
+                ]
+                self._raw_step(self.copy(now, attributes))
+
+        return update

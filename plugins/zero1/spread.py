@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..planned.buckets import Sent
-from ..planned.bundles import Slot
+from ..planned.bundles import Slot, Update
 from ..planned.wire import Exchanging
 from ..update.surroundings import unseen
 from .ownership import Ownership, Part, Piece
@@ -65,39 +65,36 @@ class Row(Sent):
         return self.sent[start:stop]
 
 
-class Arrivals:
-    """Puts what came into parameters.
+def arrivals(ownership: Ownership, parts: Mapping[int, Part]) -> Update:
+    """What puts what came into parameters.
 
     Args:
         parts: of parameters that this rank owns a part of, that part; by the id of the parameter.
     """
 
-    def __init__(self, ownership: Ownership, parts: Mapping[int, Part]) -> None:
-        self._ownership = ownership
-        self._parts = parts
+    def put(row: Row, slot: Slot) -> None:
+        parameter = slot.alias
+        for piece in ownership.of(slot.parameter):
+            if piece.rank == ownership.rank:
+                continue
+            came = row.of(slot, piece)
+            part = parts.get(id(slot.parameter))
+            if part is None:
+                parameter.copy_(came.view(parameter.shape))
+            else:
+                part.of(parameter, piece).copy_(came)
 
-    def update(self, groups: Sequence[tuple[dict[str, Any], Sequence[Slot]]]) -> None:
-        """See `Later.update`."""
+    def update(groups: Sequence[tuple[dict[str, Any], Sequence[Slot]]]) -> None:
         with unseen():
             for _, slots in groups:
                 for slot in slots:
                     for row in slot.awaits or ():
                         assert isinstance(row, Row)
-                        self._put(row, slot)
+                        put(row, slot)
                     # Its memory goes with the last of them.
                     slot.awaits = ()
 
-    def _put(self, row: Row, slot: Slot) -> None:
-        parameter = slot.alias
-        for piece in self._ownership.of(slot.parameter):
-            if piece.rank == self._ownership.rank:
-                continue
-            came = row.of(slot, piece)
-            part = self._parts.get(id(slot.parameter))
-            if part is None:
-                parameter.copy_(came.view(parameter.shape))
-            else:
-                part.of(parameter, piece).copy_(came)
+    return update
 
 
 def layouts_of(

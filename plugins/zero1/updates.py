@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from time import perf_counter_ns
 from typing import Any
 
@@ -23,11 +23,11 @@ from ..planned.wire import Exchanging
 from ..proxies.pending import PendingParameter, synchronize_now
 from ..proxies.pending_grads import PendingGrad
 from ..routes.groups.group import Group
-from ..update.deferred import Deferred, Later
+from ..update.deferred import Aliased, Deferred
 from ..update.stepping import why_now
 from .owners import Owners
 from .ownership import Part
-from .spread import Arrivals, Layout, Row, layouts_of
+from .spread import Layout, Row, arrivals, layouts_of
 
 
 def sharding(
@@ -129,7 +129,7 @@ class ShardedUpdates(Updates):
 
     def _update_owned(
         self,
-        by: Later,
+        by: Callable[[Sequence[tuple[dict[str, Any], Sequence[Aliased]]]], None],
         owned: Sequence[tuple[dict[str, Any], Sequence[tuple[Slot, Slot | Part]]]],
         rows: Sequence[Row],
     ) -> None:
@@ -144,7 +144,7 @@ class ShardedUpdates(Updates):
             began_ns = perf_counter_ns()
             if groups:
                 with self._sending.alone():
-                    by.update(groups)
+                    by(groups)
             self._meter.updated(some[0].name, len(some), began_ns)
             self._send(some)
 
@@ -240,9 +240,9 @@ class ShardedUpdates(Updates):
                     slot.stand_for()
                     slot.awaits = (row,)
                     owed.setdefault(slot.bundle, []).append(slot)
-        arrivals = Arrivals(ownership, self._parts)
+        put = arrivals(ownership, self._parts)
         # Which need no hyper-parameters.
-        self._owe([Debt(arrivals, {}, slots) for slots in owed.values()])
+        self._owe([Debt(put, {}, slots) for slots in owed.values()])
 
     def _memory(self, row: Row) -> list[torch.Tensor]:
         """What this rank owns of a row, as it is now."""
