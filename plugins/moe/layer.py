@@ -15,9 +15,8 @@ from bytesched.errors import ConfigError, PluginError
 
 from ..exchanges.counts import Form, Table
 from ..exchanges.peers import Peers, peers_of
-from .exchange import Exchange, begin, finish
+from .exchange import Exchange, Piece, begin, cut, finish, number_of_pieces
 from .gates import DTSGate, Routing, TopKGate
-from .pieces import Piece, cut, number_of_pieces
 
 
 class MoE(nn.Module):

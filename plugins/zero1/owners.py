@@ -28,9 +28,8 @@ from .agreement import Agreement, Kind, answer_in_barriers, digest_of
 from .checkpoint import HeldEntry, ShardedState, plain_name
 from .ownership import Ownership
 from .questions import OwnersQuestions
-from .spread import Row
 from .states import States
-from .sums import Sums, range_of
+from .sums import Row, Sums, range_of
 
 log = logging.getLogger("bytesched")
 

@@ -27,7 +27,7 @@ from ..update.deferred import Aliased, Deferred
 from ..update.stepping import why_now
 from .owners import Owners
 from .ownership import Part
-from .spread import Layout, Row, arrivals, layouts_of
+from .sums import Layout, Row, arrivals, layouts_of
 
 
 def sharding(

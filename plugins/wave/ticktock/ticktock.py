@@ -30,9 +30,8 @@ from ..conditions import (
     why_alone,
     world_size,
 )
-from .batches import of_waves
 from .passes import JoinedGradients, Passes
-from .state import WaveStates, interfering
+from .state import WaveStates, interfering, of_waves
 from .streams import lanes_for
 from .trial import Trial
 
