@@ -86,12 +86,7 @@ class Move:
 
 
 class Moves:
-    """All moves of this rank, on a group of their own.
-
-    Args:
-        group: used for nothing else.
-        observers: of send and wait spans.
-    """
+    """All moves of this rank, on a group of their own."""
 
     def __init__(self, group: Group, observers: Observers) -> None:
         self._group = group

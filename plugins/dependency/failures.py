@@ -24,11 +24,7 @@ class Peers(Protocol):
 
 
 class Failures:
-    """The first error of a session.
-
-    Args:
-        peers: aborted when something goes wrong, so that every rank fails.
-    """
+    """The first error of a session."""
 
     def __init__(self, peers: Peers) -> None:
         self._peers = peers
@@ -93,11 +89,7 @@ _LOOKS_EVERY_S: Final = 1.0
 
 
 class Progress(Failures):
-    """A lock, what it guards, and the one way to wait for it: with a deadline, and for errors.
-
-    Args:
-        group: aborted when something goes wrong, so that every rank fails.
-    """
+    """A lock, what it guards, and the one way to wait for it: with a deadline, and for errors."""
 
     def __init__(self, group: Group) -> None:
         super().__init__(group)

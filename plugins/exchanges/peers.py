@@ -32,11 +32,7 @@ from .messages import Exchanges
 
 
 class Transfer:
-    """Rows on their way in one direction; ``rows`` are complete after `wait`.
-
-    Args:
-        end: waits for them, once.
-    """
+    """Rows on their way in one direction; ``rows`` are complete after `wait`."""
 
     def __init__(self, rows: Tensor, end: Callable[[], None]) -> None:
         self.rows = rows
@@ -60,11 +56,7 @@ class Layers:
 
 
 class Peers:
-    """The ranks of one exchange, this one among them.
-
-    Args:
-        layers: of the same ranks; they outlive it.
-    """
+    """The ranks of one exchange, this one among them."""
 
     def __init__(self, group: Group, layers: Layers) -> None:
         self._group = group

@@ -25,11 +25,7 @@ Kind = Literal["aggregation", "transformation", "halo"]
 
 
 class Laps:
-    """A clock that says what each stretch since the last one went to.
-
-    Args:
-        observers: of whoever wants to know; empty costs nothing.
-    """
+    """A clock that says what each stretch since the last one went to."""
 
     def __init__(self, observers: Sequence[Observers]) -> None:
         self._observers = observers

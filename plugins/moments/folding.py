@@ -46,11 +46,7 @@ def decays_apart(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> boo
 
 
 class Folding:
-    """Folds the gradients of one optimizer, whose moments the slots hold.
-
-    Args:
-        rank: of so many ``ranks``.
-    """
+    """Folds the gradients of one optimizer, whose moments the slots hold."""
 
     def __init__(
         self,

@@ -68,13 +68,7 @@ class MomentSource(HookSource):
 
 
 class FoldedSession(HookedSession):
-    """The life of one wrapped model, of which the last backward pass of a mini-batch is a round.
-
-    Args:
-        root: the module whose call is a forward pass; not kept alive.
-        slots: all of its parameters, in registration order, the same on all ranks.
-        accumulation: with the optimizer that has all of them.
-    """
+    """The life of one wrapped model, of which the last backward pass of a mini-batch is a round."""
 
     source_kind = MomentSource
 

@@ -20,12 +20,7 @@ from .slots import MomentSlot
 
 
 class MomentUpdates(Updates):
-    """The steps of the optimizer whose moments travel.
-
-    Args:
-        slots: MomentSlots.
-        others: see `Updates`.
-    """
+    """The steps of the optimizer whose moments travel."""
 
     takes_gradients = True
 

@@ -12,8 +12,6 @@ from torch.nn.parallel import DistributedDataParallel
 from .reducer import hook, renew
 from .reducer_source import ReducerSource
 
-__all__ = ["Attachment", "Give"]
-
 log = logging.getLogger("bytesched")
 
 #: gives a DDP something, and returns what takes it off

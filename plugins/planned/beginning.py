@@ -18,8 +18,6 @@ from ..update.separable import why_not_deferred
 from .bundles import Slot
 from .session import PlannedSession
 
-__all__ = ["add_optimizer", "slots_of", "stays_plain", "why_whole"]
-
 log = logging.getLogger("bytesched")
 
 

@@ -16,8 +16,6 @@ from ..update.surroundings import unseen
 from .cutting import Cutter
 from .wire import Summing
 
-__all__ = ["ALONE", "Bucket", "Change", "Chunk", "Member", "Sent", "Sums", "make_changes", "uses"]
-
 
 def uses(tensor: torch.Tensor) -> int:
     """How many tensors are over the memory of ``tensor``, and the storage as an object."""

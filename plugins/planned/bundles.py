@@ -12,8 +12,6 @@ from torch import nn
 
 from .buckets import ALONE, Member, Sent
 
-__all__ = ["Bundle", "BundleState", "Debt", "Slot", "Update", "bundled"]
-
 #: An optimizer call costs 0.2 to 0.5 ms, so a model has about a dozen.
 _COUNT: Final = 12
 #: the share of the first bundle in that of each other: forward begins with it

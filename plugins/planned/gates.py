@@ -15,8 +15,6 @@ from ..proxies.hooks import StayingForwardHook, StayingHook, gate
 from .bundles import Bundle, BundleState, Slot
 from .updates import Updates
 
-__all__ = ["Forward", "Gates"]
-
 
 class Forward(Protocol):
     """What is told of forward passes that may be trained on."""

@@ -26,8 +26,6 @@ from .questions import Questions
 from .spans import Carried
 from .wire import Exchanging
 
-__all__ = ["Halves"]
-
 #: how many buckets a chunk waits for one of the other owner: alone it leaves one direction idle
 _PATIENCE: Final = 4
 

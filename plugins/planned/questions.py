@@ -31,8 +31,6 @@ from ..queries import (
 from ..update.surroundings import Surroundings, unseen
 from .buckets import Change, Chunk, Member
 
-__all__ = ["Measure", "Question", "Questions", "asked_of"]
-
 #: How many questions of a round are foreseen: finite after a loss was scaled, and a norm; two more.
 _MOST: Final = 4
 

@@ -8,8 +8,6 @@ from typing import Any
 
 from bytesched.observe import Observers
 
-__all__ = ["Carried", "Spans"]
-
 
 class Spans:
     """The times of operations, by number. Threads of a carrier note ends."""

@@ -26,8 +26,6 @@ from .buckets import Member, Sent, make_changes
 from .bundles import Bundle, BundleState, Debt, Slot, bundled
 from .sending import Sending
 
-__all__ = ["Updates"]
-
 _FREE: Final = BundleState.FREE
 _NO_GRADIENT: Final = type(None)
 

@@ -9,12 +9,7 @@ Figures = Mapping[str, int | float | str]
 
 
 def summary(ended: Sequence[Figures], left: Sequence[str]) -> list[str]:
-    """A line for each model, with its name where there are several.
-
-    Args:
-        ended: the figures of those that were.
-        left: why others were left as they were.
-    """
+    """A line for each model, with its name where there are several."""
     trained = [figures for figures in ended if figures.get("steps")]
     has_names = len(trained) + len(left) > 1
     lines = [

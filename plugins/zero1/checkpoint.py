@@ -103,13 +103,7 @@ class HeldTensor(torch.Tensor):
 
 
 class ShardedState:
-    """What `torch.distributed.checkpoint` saves and loads of one optimizer; see `sharded_state`.
-
-    Args:
-        optimizer: the user's.
-        held: its entries that are here, when nothing is outstanding.
-        names: of its parameters, by their id.
-    """
+    """What `torch.distributed.checkpoint` saves and loads of one optimizer; see `sharded_state`."""
 
     def __init__(
         self,

@@ -154,11 +154,7 @@ class Owners:
         self._sums.start(bucket, self.ownership)
 
     def bring(self, buckets: Sequence[Bucket], by: str) -> None:
-        """Returns when no sum is under way, and those of ``buckets`` are here; collective.
-
-        Args:
-            by: what needs them, for figures.
-        """
+        """Returns when no sum is under way, and those of ``buckets`` are here; collective."""
         began = self._meter.moment()
         if not buckets:
             self._sums.finish()
@@ -231,11 +227,7 @@ class Owners:
     def state_of(
         self, optimizer: torch.optim.Optimizer, synchronize: Callable[[], None]
     ) -> ShardedState:
-        """What this rank holds of the state of ``optimizer``; see `bytesched.sharded_state`.
-
-        Args:
-            synchronize: returns when nothing is owed any more.
-        """
+        """What this rank holds of the state of ``optimizer``; see `bytesched.sharded_state`."""
 
         def held() -> list[HeldEntry]:
             synchronize()

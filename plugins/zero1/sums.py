@@ -90,11 +90,7 @@ class _Row:
 
 
 class Sums:
-    """Those of one round after another.
-
-    Args:
-        wait: returns when what the calling thread does next comes after the end of a work.
-    """
+    """Those of one round after another."""
 
     def __init__(
         self, wire: Exchanging, carried: Carried, wait: Callable[[Any, str], None]

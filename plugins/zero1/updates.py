@@ -59,10 +59,6 @@ class ShardedUpdates(Updates):
     """The steps of all optimizers of one model, whose parameters have owners.
 
     No step is ever the user's own over everything: it would make state of what others own.
-
-    Args:
-        owners: of the same session.
-        others: see `Updates`.
     """
 
     late_with_any_gradient = True

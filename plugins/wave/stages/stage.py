@@ -107,11 +107,7 @@ WAITING: Final = 2
 
 
 class Rooms:
-    """Room for visitors, and a count of bytes. Callers hold one lock.
-
-    Args:
-        stages: all of the model, by index.
-    """
+    """Room for visitors, and a count of bytes. Callers hold one lock."""
 
     def __init__(self, stages: Sequence[Stage], rank: int) -> None:
         self._stages = stages

@@ -23,13 +23,7 @@ from .stage import WAITING, Rooms, Stage
 
 
 class Traffic:
-    """What one rank receives, passes on and sends home in each step.
-
-    Args:
-        stages: all of the model, by index.
-        chunk_bytes: about the size of what is sent at once.
-        progress: what all threads wait by, and where errors are kept.
-    """
+    """What one rank receives, passes on and sends home in each step."""
 
     def __init__(
         self,

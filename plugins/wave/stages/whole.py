@@ -17,9 +17,6 @@ _SMALL = 1e-6
 def clip_grad_norm_(group: Group, parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor:
     """Scales the gradients of all ranks to a common norm of at most ``max_norm``; collective.
 
-    Args:
-        parameters: those of this rank.
-
     Returns the norm before.
     """
     gradients = [p.grad for p in parameters if p.grad is not None]

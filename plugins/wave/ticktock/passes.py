@@ -34,10 +34,6 @@ class JoinedGradients:
 
     Waves run at the same time, each in a thread. All methods but ``begin`` and ``finish`` are
     called from any of them.
-
-    Args:
-        named: the parameters that may get a gradient, each with its name.
-        timeout_s: for how long a wave waits for a gradient of the one before.
     """
 
     def __init__(
