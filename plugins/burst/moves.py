@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from bytesched.burst.cost import Place
-from bytesched.errors import SchedulerClosed
 from bytesched.observe import Observers
 
 from ..dependency.failures import Progress
@@ -96,7 +95,7 @@ class Moves:
         self._progress.look = self._messages.lost
         #: that have begun
         self._moves: set[Move] = set()
-        self._lane = Waiter(self._messages, "bytesched-moves")
+        self._lane = Waiter(self._messages, "bytesched-moves", self.fail)
         #: around the wait for a move; the name is the move's
         self.idle: Callable[[str], AbstractContextManager[object]] = lambda name: nullcontext()
         #: totals
@@ -188,12 +187,8 @@ class Moves:
             self._progress.raise_first(group.error(error, task=move.name))
         self._lane.put(move.name, works, partial(self._ended, move, nbytes, began_ns))
 
-    def _ended(self, move: Move, nbytes: int, began_ns: int, error: BaseException | None) -> None:
-        """The messages of ``move`` have ended. The thread of the lane."""
-        if error is not None:
-            if not isinstance(error, SchedulerClosed):
-                self.fail(error)
-            return
+    def _ended(self, move: Move, nbytes: int, began_ns: int) -> None:
+        """The messages of ``move`` have come. The thread of the lane."""
         if self._observers:
             args = {"bytes": nbytes, "chunk": move.index}
             self._observers.on_span("send", move.name, began_ns, perf_counter_ns(), args)

@@ -73,7 +73,7 @@ class Exchanges:
     def __init__(self, group: Group) -> None:
         self._group = group
         self._messages = Messages(group)
-        self._waiter = Waiter(self._messages, "bytesched-exchange")
+        self._waiter = Waiter(self._messages, "bytesched-exchange", self._fail)
         #: guards all of the following
         self._lock = threading.RLock()
         self._error: BaseException | None = None
@@ -158,12 +158,9 @@ class Exchanges:
         rows[mine].copy_(sent[mine])
         return works
 
-    def _ended(self, task: ExchangeTask, error: BaseException | None) -> None:
-        """The messages of ``task`` have ended. The waiter's thread, which has not the lock yet."""
+    def _ended(self, task: ExchangeTask) -> None:
+        """The messages of ``task`` have come. The waiter's thread, which has not the lock yet."""
         with self._lock:
-            if error is not None:
-                self._fail(error)
-                return
             self._started_bytes -= task.nbytes
             self._end(task)
             self._start_next()

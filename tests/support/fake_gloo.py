@@ -116,13 +116,11 @@ class Ends:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self.names: list[str] = []
-        self.errors: dict[str, BaseException] = {}
+        self.errors: list[BaseException] = []
 
-    def done(self, name: str, error: BaseException | None) -> None:
+    def done(self, name: str) -> None:
         with self._changed:
             self.names.append(name)
-            if error is not None:
-                self.errors[name] = error
             self._changed.notify_all()
 
     def wait(self, *names: str) -> None:

@@ -7,8 +7,6 @@ from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
-from bytesched.errors import BytesschedError, SchedulerClosed, TransportError
-
 from .messages import Messages
 
 __all__ = ["Waiter"]
@@ -18,7 +16,7 @@ class _Begun(NamedTuple):
     name: str
     #: sends and receives, each with its peer
     works: Sequence[tuple[Any, int]]
-    done: Callable[[BytesschedError | None], None]
+    done: Callable[[], None]
 
 
 class Waiter:
@@ -26,10 +24,14 @@ class Waiter:
 
     Args:
         name: of the thread.
+        fail: called there with an error, unless the thread is to end.
     """
 
-    def __init__(self, messages: Messages, name: str) -> None:
+    def __init__(
+        self, messages: Messages, name: str, fail: Callable[[BaseException], None]
+    ) -> None:
         self._messages = messages
+        self._fail = fail
         self._begun: SimpleQueue[_Begun | None] = SimpleQueue()
         self._lock = threading.Lock()
         self._under_way = 0
@@ -42,16 +44,8 @@ class Waiter:
         """Whether it waits for a message."""
         return bool(self._under_way)
 
-    def put(
-        self,
-        name: str,
-        works: Sequence[tuple[Any, int]],
-        done: Callable[[BytesschedError | None], None],
-    ) -> None:
-        """Calls ``done``, with an error or None, when ``works`` of a task have ended.
-
-        After those of earlier tasks.
-        """
+    def put(self, name: str, works: Sequence[tuple[Any, int]], done: Callable[[], None]) -> None:
+        """Calls ``done`` when ``works`` of a task have come, after those of earlier tasks."""
         with self._lock:
             self._under_way += 1
         self._begun.put(_Begun(name, works, done))
@@ -67,18 +61,16 @@ class Waiter:
 
     def _run(self) -> None:
         while (begun := self._begun.get()) is not None:
-            failed: BytesschedError | None = None
             try:
-                for work, peer in begun.works:
-                    self._messages.wait(work, peer, task=begun.name)
-            except TransportError as error:
-                failed = (
-                    SchedulerClosed(f"closed while {begun.name} was being sent")
-                    if self._closed
-                    else error
-                )
-            with self._lock:
-                self._under_way -= 1
-            begun.done(failed)
+                try:
+                    for work, peer in begun.works:
+                        self._messages.wait(work, peer, task=begun.name)
+                finally:
+                    with self._lock:
+                        self._under_way -= 1
+                begun.done()
+            except BaseException as error:  # noqa: BLE001 - others wait for what does not come
+                if not self._closed:
+                    self._fail(error)
             # Their memory is not to wait for the next task.
             begun = work = None

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from bytesched.errors import SchedulerClosed
 from bytesched.observe import Observers
 
 from ...dependency.failures import Progress
@@ -48,7 +47,7 @@ class Traffic:
         self._routes = sends(self._rank, self._ranks)
         #: Threads that wait for what is sent, by `_lane_of`.
         self._lanes = {
-            kind: Waiter(self._messages, "bytesched-lane")
+            kind: Waiter(self._messages, "bytesched-lane", progress.fail)
             for kind in dict.fromkeys(map(self._lane_of, self._routes))
         }
         # - guarded by the lock of progress
@@ -273,19 +272,8 @@ class Traffic:
         ended = partial(self._sent, route, name, began_ns, args)
         self._lanes[self._lane_of(route)].put(name, [(work, route.to)], ended)
 
-    def _sent(
-        self,
-        route: Route,
-        name: str,
-        began_ns: int,
-        args: dict[str, Any],
-        error: BaseException | None,
-    ) -> None:
+    def _sent(self, route: Route, name: str, began_ns: int, args: dict[str, Any]) -> None:
         """The thread of the lane."""
-        if error is not None:
-            if not isinstance(error, SchedulerClosed):
-                self._progress.fail(error)
-            return
         if self._observers:
             self._observers.on_span("send", name, began_ns, perf_counter_ns(), args)
         with self._progress.lock:

@@ -10,14 +10,20 @@ from itertools import permutations
 import pytest
 from fake_gloo import CLOSED, TIMEOUT_S, Ends, FakeGloo, FakeWork, fake_group
 
-from bytesched.errors import PeerLost, SchedulerClosed
+from bytesched.errors import PeerLost
 from bytesched.plugins.routes.groups.messages import Messages
 from bytesched.plugins.routes.groups.waiter import Waiter
 
 
 @pytest.fixture
-def waiter() -> Iterator[Waiter]:
-    made = Waiter(Messages(fake_group(FakeGloo(size=3))), "waiter-of-test")
+def ends() -> Ends:
+    return Ends()
+
+
+@pytest.fixture
+def waiter(ends: Ends) -> Iterator[Waiter]:
+    messages = Messages(fake_group(FakeGloo(size=3)))
+    made = Waiter(messages, "waiter-of-test", ends.errors.append)
     yield made
     made.stop()
     made.join()
@@ -29,9 +35,11 @@ def put(waiter: Waiter, index: int, works: list[tuple[FakeWork, int]], ends: End
 
 
 @pytest.mark.parametrize("order", list(permutations(range(3))), ids=str)
-def test_ends_are_reported_in_the_order_of_tasks(waiter: Waiter, order: tuple[int, ...]) -> None:
+def test_ends_are_reported_in_the_order_of_tasks(
+    waiter: Waiter, ends: Ends, order: tuple[int, ...]
+) -> None:
     """Whatever message comes first."""
-    works, ends = [FakeWork() for _ in range(3)], Ends()
+    works = [FakeWork() for _ in range(3)]
     for index, work in enumerate(works):
         put(waiter, index, [(work, 1)], ends)
     for index in order:
@@ -41,8 +49,8 @@ def test_ends_are_reported_in_the_order_of_tasks(waiter: Waiter, order: tuple[in
     assert not ends.errors
 
 
-def test_a_task_ends_with_the_last_of_its_messages(waiter: Waiter) -> None:
-    works, ends = [FakeWork() for _ in range(2)], Ends()
+def test_a_task_ends_with_the_last_of_its_messages(waiter: Waiter, ends: Ends) -> None:
+    works = [FakeWork() for _ in range(2)]
     put(waiter, 0, [(work, peer) for peer, work in enumerate(works, 1)], ends)
     works[0].end()
     assert works[1].waited_for.wait(TIMEOUT_S)
@@ -52,19 +60,17 @@ def test_a_task_ends_with_the_last_of_its_messages(waiter: Waiter) -> None:
     ends.wait("t0")
 
 
-def test_a_task_without_messages_ends(waiter: Waiter) -> None:
-    ends = Ends()
+def test_a_task_without_messages_ends(waiter: Waiter, ends: Ends) -> None:
     put(waiter, 0, [], ends)
     ends.wait("t0")
 
 
-def test_it_is_not_busy_when_the_last_end_is_reported(waiter: Waiter) -> None:
-    ends = Ends()
+def test_it_is_not_busy_when_the_last_end_is_reported(waiter: Waiter, ends: Ends) -> None:
     busy: list[bool] = []
 
-    def done(name: str, error: BaseException | None) -> None:
+    def done(name: str) -> None:
         busy.append(waiter.is_busy)
-        ends.done(name, error)
+        ends.done(name)
 
     works = [FakeWork(), FakeWork()]
     for index, work in enumerate(works):
@@ -76,27 +82,26 @@ def test_it_is_not_busy_when_the_last_end_is_reported(waiter: Waiter) -> None:
     assert busy == [True, False]
 
 
-def test_a_message_that_fails_ends_its_task_alone(waiter: Waiter) -> None:
-    works, ends = [FakeWork() for _ in range(2)], Ends()
+def test_a_message_that_fails_ends_its_task_alone(waiter: Waiter, ends: Ends) -> None:
+    works = [FakeWork() for _ in range(2)]
     for index, work in enumerate(works):
         put(waiter, index, [(work, 1)], ends)
     works[0].end(CLOSED)
     works[1].end()
-    ends.wait("t0", "t1")
-    assert list(ends.errors) == ["t0"]
-    error = ends.errors["t0"]
+    ends.wait("t1")
+    assert ends.names == ["t1"]
+    (error,) = ends.errors
     assert isinstance(error, PeerLost)
     assert error.task == "t0"
 
 
-def test_what_fails_after_the_stop_was_closed(waiter: Waiter) -> None:
-    work, ends = FakeWork(), Ends()
+def test_what_fails_after_the_stop_is_no_error(waiter: Waiter, ends: Ends) -> None:
+    work = FakeWork()
     put(waiter, 0, [(work, 1)], ends)
     waiter.stop()
     work.end(CLOSED)
-    ends.wait("t0")
-    assert isinstance(ends.errors["t0"], SchedulerClosed)
-    assert "t0" in str(ends.errors["t0"])
+    waiter.join()
+    assert (ends.errors, ends.names, waiter.is_busy) == ([], [], False)
 
 
 class Waiting:
