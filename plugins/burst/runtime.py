@@ -29,8 +29,7 @@ from ..warmup.agree import settings
 from .background import Background
 from .groups import SharedObserver, made_on_all_ranks, open_session
 from .moves import Moves, samples_at
-from .structure import check, items_of, layers_of
-from .walk import Walk
+from .structure import Walk, check, items_of, layers_of
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
