@@ -31,12 +31,12 @@ from .counts import Form, Table
 from .messages import Exchanges
 
 
+@dataclass(eq=False)
 class Transfer:
     """Rows on their way in one direction; ``rows`` are complete after `wait`."""
 
-    def __init__(self, rows: Tensor, end: Callable[[], None]) -> None:
-        self.rows = rows
-        self._end: Callable[[], None] | None = end
+    rows: Tensor
+    _end: Callable[[], object] | None
 
     def wait(self) -> Tensor:
         """The rows, once they are all here. Raises TransportError."""

@@ -1,10 +1,13 @@
-"""When something was under way."""
+"""When something was under way: for figures, traces, and torch's profiler."""
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from time import perf_counter_ns
-from typing import Any
+from typing import Any, Final
+
+from torch.autograd import profiler
 
 from bytesched.observe import Observers
 
@@ -71,3 +74,12 @@ class Carried:
         if self._observers.are_any:
             args = {"bytes": nbytes, "chunk": number if number >= 0 else ~number}
             self._observers.on_span("send", name, spans.began_ns[number], now_ns, args)
+
+
+_NONE: Final = nullcontext()
+
+
+def span(name: str) -> AbstractContextManager[Any]:
+    """What happens inside is shown as ``name`` by a profiler that is on, on any thread."""
+    is_on: bool = profiler._is_profiler_enabled
+    return profiler.record_function(name) if is_on else _NONE

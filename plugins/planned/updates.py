@@ -18,13 +18,13 @@ from ..figures.meter import Meter
 from ..proxies.compiling import waiting
 from ..proxies.pending import PendingParameter, hold_all, release_all, synchronize_now
 from ..proxies.pending_grads import PendingGrad
-from ..proxies.spans import span
 from ..update.deferred import Deferred
 from ..update.stepping import why_now
 from ..update.surroundings import snapshot
 from .buckets import Member, Sent, make_changes
 from .bundles import Bundle, BundleState, Debt, Slot, bundled
 from .sending import Sending
+from .spans import span
 
 _FREE: Final = BundleState.FREE
 _NO_GRADIENT: Final = type(None)
