@@ -35,22 +35,11 @@ REDUCTIONS: Final = _both(
 
 #: What is done in place to each element by itself, with numbers.
 ELEMENTWISE: Final[frozenset[Any]] = frozenset(
-    {
-        torch.Tensor.clamp_,
-        torch.Tensor.clamp_max_,
-        torch.Tensor.clamp_min_,
-        torch.Tensor.div_,
-        torch.Tensor.mul_,
-    }
+    getattr(torch.Tensor, name) for name in ["clamp_", "clamp_max_", "clamp_min_", "div_", "mul_"]
 )
 #: The same for several tensors at once.
 ELEMENTWISE_OF_ALL: Final[frozenset[Any]] = frozenset(
-    {
-        torch._foreach_clamp_max_,
-        torch._foreach_clamp_min_,
-        torch._foreach_div_,
-        torch._foreach_mul_,
-    }
+    getattr(torch, f"_foreach_{name}_") for name in ["clamp_max", "clamp_min", "div", "mul"]
 )
 UNSCALE: Final[Any] = torch._amp_foreach_non_finite_check_and_unscale_
 

@@ -14,51 +14,26 @@ from typing import Any
 import torch
 from torch import nn
 
-#: property -> what may be done to it
+#: what may be done -> to which properties
 _PROPERTIES = {
-    "_backward_hooks": "__get__ __set__",
-    "_post_accumulate_grad_hooks": "__get__ __set__",
-    "_version": "__get__",
-    "device": "__get__",
-    "dtype": "__get__",
-    "grad": "__get__ __set__ __delete__",
-    "grad_fn": "__get__",
-    "is_cpu": "__get__",
-    "is_cuda": "__get__",
-    "is_leaf": "__get__",
-    "is_sparse": "__get__",
-    "layout": "__get__",
-    "names": "__get__",
-    "ndim": "__get__",
-    "output_nr": "__get__",
-    "requires_grad": "__get__ __set__",
-    "shape": "__get__",
+    "__get__": "_backward_hooks _post_accumulate_grad_hooks _version device dtype grad grad_fn "
+    "is_cpu is_cuda is_leaf is_sparse layout names ndim output_nr requires_grad shape",
+    "__set__": "_backward_hooks _post_accumulate_grad_hooks grad requires_grad",
+    "__delete__": "grad",
 }
+_METHODS = """
+    __len__ dim element_size is_complex is_contiguous is_floating_point nelement numel
+    register_hook register_post_accumulate_grad_hook requires_grad_ size stride
+"""
 
 #: Reads that say nothing about the values. They must not wait: ``zero_grad()`` reads ``p.grad``,
 #: and waiting there would bring the barrier back without any test of values noticing.
 METADATA: frozenset[Any] = frozenset(
     getattr(getattr(torch.Tensor, name), access)
-    for name, accesses in _PROPERTIES.items()
-    for access in accesses.split()
+    for access, names in _PROPERTIES.items()
+    for name in names.split()
     if hasattr(torch.Tensor, name)
-) | frozenset(
-    {
-        torch.Tensor.__len__,
-        torch.Tensor.dim,
-        torch.Tensor.element_size,
-        torch.Tensor.is_complex,
-        torch.Tensor.is_contiguous,
-        torch.Tensor.is_floating_point,
-        torch.Tensor.nelement,
-        torch.Tensor.numel,
-        torch.Tensor.register_hook,
-        torch.Tensor.register_post_accumulate_grad_hook,
-        torch.Tensor.requires_grad_,
-        torch.Tensor.size,
-        torch.Tensor.stride,
-    }
-)
+) | frozenset(getattr(torch.Tensor, name) for name in _METHODS.split())
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:

@@ -86,22 +86,9 @@ def _numbers(version: str) -> tuple[float, ...]:
 
 OptimizerT = TypeVar("OptimizerT", bound=type[torch.optim.Optimizer])
 
+_NAMES = "ASGD Adadelta Adagrad Adam AdamW Adamax NAdam RAdam RMSprop Rprop SGD"
 #: Classes whose update of one element depends on that element alone.
-_ELEMENTWISE = frozenset(
-    {
-        "ASGD",
-        "Adadelta",
-        "Adagrad",
-        "Adam",
-        "AdamW",
-        "Adamax",
-        "NAdam",
-        "RAdam",
-        "RMSprop",
-        "Rprop",
-        "SGD",
-    }
-)
+_ELEMENTWISE = frozenset(_NAMES.split())
 
 #: Those whose update of one parameter depends on that parameter alone. Exact classes: a subclass
 #: may do anything.

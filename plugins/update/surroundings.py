@@ -120,19 +120,8 @@ def _flushes_denormals() -> bool:
 
 #: of values that nothing can change
 _PLAIN: Final = frozenset(
-    {
-        bool,
-        bytes,
-        complex,
-        float,
-        int,
-        str,
-        torch.device,
-        torch.dtype,
-        torch.layout,
-        torch.memory_format,
-        type(None),
-    }
+    {bool, bytes, complex, float, int, str, type(None)}
+    | {torch.device, torch.dtype, torch.layout, torch.memory_format}
 )
 _COLLECTIONS: Final = (list, tuple, set, frozenset)
 
