@@ -132,12 +132,7 @@ def draw_plan(
 
 def _legend(axes: Any) -> None:
     axes.legend(
-        loc="lower right",
-        bbox_to_anchor=(1, 1),
-        ncols=3,
-        frameon=False,
-        fontsize=8,
-        labelcolor=INK,
+        loc="lower right", bbox_to_anchor=(1, 1), ncols=3, frameon=False, fontsize=8, labelcolor=INK
     )
 
 

@@ -81,12 +81,7 @@ class SharedObserver(Observer):
         self._observers = observers
 
     def on_span(
-        self,
-        track: str,
-        name: str,
-        start_ns: int,
-        end_ns: int,
-        args: dict[str, Any] | None = None,
+        self, track: str, name: str, start_ns: int, end_ns: int, args: dict[str, Any] | None = None
     ) -> None:
         if track not in _SEEN_BY_ALL:
             self._observers.on_span(track, name, start_ns, end_ns, args)

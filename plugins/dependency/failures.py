@@ -55,11 +55,7 @@ class Failures:
         raise first.with_traceback(None) from first.__cause__
 
     def fail(
-        self,
-        error: BaseException,
-        *,
-        is_raised: bool = False,
-        cause: BaseException | None = None,
+        self, error: BaseException, *, is_raised: bool = False, cause: BaseException | None = None
     ) -> None:
         """The first error is kept and raised wherever the user's thread waits. Any thread.
 

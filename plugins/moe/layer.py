@@ -176,11 +176,7 @@ class MoE(nn.Module):
 
 
 def _in_pieces(
-    layer: MoE,
-    peers: Peers,
-    rows: Tensor,
-    table: Table,
-    pieces: Sequence[Piece],
+    layer: MoE, peers: Peers, rows: Tensor, table: Table, pieces: Sequence[Piece]
 ) -> Tensor:
     """What all ranks' experts make of ``rows``; the table's counts are by rank and expert."""
     experts, own, counts = layer.experts, len(layer.experts), table.counts

@@ -72,12 +72,7 @@ class Explained(Observer):
         return sorted(self._waits.values(), key=lambda wait: -wait.ms)
 
     def on_span(
-        self,
-        track: str,
-        name: str,
-        start_ns: int,
-        end_ns: int,
-        args: dict[str, Any] | None = None,
+        self, track: str, name: str, start_ns: int, end_ns: int, args: dict[str, Any] | None = None
     ) -> None:
         if track != "wait" or not self._are_measuring:
             return

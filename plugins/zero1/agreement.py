@@ -18,13 +18,7 @@ from typing import Any, Final, NamedTuple, NoReturn
 import torch
 import torch.distributed as dist
 
-from bytesched.errors import (
-    BytesschedError,
-    MismatchError,
-    PeerLost,
-    PluginError,
-    TransportError,
-)
+from bytesched.errors import BytesschedError, MismatchError, PeerLost, PluginError, TransportError
 
 from ..dependency.failures import Failures
 from ..routes.groups.group import Group

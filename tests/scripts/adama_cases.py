@@ -22,10 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 import bytesched
 from bytesched.errors import BytesschedError, TransportError
 
-OPTIMIZERS: dict[str, Any] = {
-    "Adam": torch.optim.Adam,
-    "AdamW": torch.optim.AdamW,
-}
+OPTIMIZERS: dict[str, Any] = {"Adam": torch.optim.Adam, "AdamW": torch.optim.AdamW}
 STEPS = 4
 WIDTH = 40
 SETTINGS: dict[str, Any] = {"partition_bytes": 4096, "credit_bytes": 8192, "log_level": "ERROR"}
@@ -124,11 +121,7 @@ def equals_alone(
     call = DistributedDataParallel(model) if "ddp" in how else model
     optimizer = OPTIMIZERS[kind](groups_of(model, options))
     bytesched.wrap(
-        optimizer,
-        call,
-        accumulate="adama",
-        micro_batches=micro_batches,
-        **{**SETTINGS, **settings},
+        optimizer, call, accumulate="adama", micro_batches=micro_batches, **{**SETTINGS, **settings}
     )
     train(call, optimizer, range(STEPS), micro_batches, how)
     assert all(p.grad is None or not p.grad.any() for p in model.parameters())
@@ -186,8 +179,7 @@ def most_elements() -> None:
         # Before ours: a gradient is here, and its layer's inputs and outputs are of two rows.
         parameter.register_post_accumulate_grad_hook(lambda _: found.append(_alive()))
         parameter._post_accumulate_grad_hooks.move_to_end(  # type: ignore[attr-defined]
-            next(reversed(parameter._post_accumulate_grad_hooks)),
-            last=False,
+            next(reversed(parameter._post_accumulate_grad_hooks)), last=False
         )
     for _ in range(3):
         for micro in range(3):

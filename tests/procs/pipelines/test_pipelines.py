@@ -85,11 +85,7 @@ def test_whatever_the_script_does_between(kind: str, script: str, four_ranks: Ra
 
 
 @pytest.mark.parametrize(
-    "fields",
-    [
-        {"tune": True, "partition_bytes": 0, "credit_bytes": 0},
-        {"policy": "fifo"},
-    ],
+    "fields", [{"tune": True, "partition_bytes": 0, "credit_bytes": 0}, {"policy": "fifo"}]
 )
 @pytest.mark.parametrize("script", ["", "clips"])
 def test_whatever_carries_the_gradients(

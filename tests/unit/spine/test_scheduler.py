@@ -87,12 +87,7 @@ class Recorder(Observer):
         self.flows: list[tuple[str, int, str, int]] = []
 
     def on_span(
-        self,
-        track: str,
-        name: str,
-        start_ns: int,
-        end_ns: int,
-        args: dict[str, Any] | None = None,
+        self, track: str, name: str, start_ns: int, end_ns: int, args: dict[str, Any] | None = None
     ) -> None:
         self.spans.append((track, name, start_ns, end_ns, args))
 

@@ -163,12 +163,7 @@ class Spans(Observer):
         self.seen: list[tuple[str, str, Any]] = []
 
     def on_span(
-        self,
-        track: str,
-        name: str,
-        start_ns: int,
-        end_ns: int,
-        args: dict[str, Any] | None = None,
+        self, track: str, name: str, start_ns: int, end_ns: int, args: dict[str, Any] | None = None
     ) -> None:
         self.seen.append((track, name, args))
 
