@@ -59,11 +59,7 @@ class Link:
 
 
 def plan_order(
-    chunks: Sequence[ChunkTimes],
-    link: Link,
-    *,
-    policy: str = "priority",
-    credit_bytes: int = 1,
+    chunks: Sequence[ChunkTimes], link: Link, *, policy: str = "priority", credit_bytes: int = 1
 ) -> list[int]:
     """Indices of ``chunks`` in the order in which they are issued.
 

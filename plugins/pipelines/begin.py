@@ -19,8 +19,7 @@ from ..c10d.ddp import why_kept, why_sparse
 from ..c10d.entry import Entry
 from ..c10d.hooked import join_hooked
 from ..c10d.planning import refuse_halves
-from ..planned import beginning
-from ..planned.beginning import add_optimizer, slots_of, stays_plain
+from ..planned.beginning import add_optimizer, slots_of, stays_plain, why_whole
 from ..planned.bundles import Slot
 from ..planned.hooked_session import HookedSession
 from ..registry import sessions
@@ -51,7 +50,8 @@ def begin(
     known = [other for other in sessions(root) if isinstance(other, HookedSession)]
     if known:
         optimizer = stepping_optimizer(optimizer)
-        add_optimizer(known[0], optimizer, type(optimizer), _why_whole(optimizer, root, config))
+        kind = type(optimizer)
+        add_optimizer(known[0], optimizer, kind, why_whole(root, optimizer, kind, config))
         return known[0]
     ddps = root.ddps()
     named = named_replicas(root, groups)
@@ -91,7 +91,7 @@ def begin(
         if ours is not None:
             # Ranks that act in other orders would wait for each other for ever.
             ours.agree(root.schedule.statements(), config.timeout_s)
-        why = _why_whole(optimizer, root, config)
+        why = why_whole(root, optimizer, type(optimizer), config)
         session = _attach(optimizer, root, config, entry, is_named=named is not None)
         try:
             add_optimizer(session, optimizer, type(optimizer), why)
@@ -182,10 +182,6 @@ def _called(root: StageModules, refusal: PluginError | None, timeout_s: float) -
         call.decline(in_one_line(refusal))
         raise refusal
     return call.replicas(root, timeout_s)
-
-
-def _why_whole(optimizer: torch.optim.Optimizer, root: StageModules, config: Config) -> str:
-    return beginning.why_whole(root, optimizer, type(optimizer), config)
 
 
 def _skipped(root: StageModules, rank: int) -> str:
