@@ -6,6 +6,7 @@ Ranks that differ are told, or may; where one raises, stands still or dies, the 
 from __future__ import annotations
 
 import signal
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -28,11 +29,13 @@ from moe_differing import (
     bad_arguments,
     copied_and_compiled,
     experts_of_another_width,
+    fails_before_it_reduces,
     frozen_on_one_rank,
     infers,
     layers_in_another_order,
+    raises_in_one_row,
+    raises_on_one_rank,
 )
-from moe_failing import fails_before_it_reduces, raises_in_one_row, raises_on_one_rank
 from ranks import Ranks, address_of, run_fresh
 
 pytestmark = pytest.mark.procs
@@ -150,10 +153,6 @@ def test_an_expert_of_another_width_is_an_error_on_all_ranks_which_go_on(
     assert [found[1] for found in (first, second, last)] == ["no error"] * 3
 
 
-def test_results_have_the_dtype_of_tokens_whatever_one_rank_makes(two_ranks: Ranks) -> None:
-    assert two_ranks.run(another_dtype_of_one_rank) == [True, True]
-
-
 def test_ranks_in_different_layers_are_told_which(two_ranks: Ranks) -> None:
     first, second = two_ranks.run(layers_in_another_order)
     assert first == second
@@ -171,18 +170,16 @@ def test_ranks_in_different_layers_are_told_which(two_ranks: Ranks) -> None:
     assert first[4] == "no error"
 
 
-def test_rows_arrive_in_inference_mode(two_ranks: Ranks) -> None:
-    assert two_ranks.run(infers) == [True, True]
-
-
 def test_experts_are_trained_beside_frozen_ones_of_another_rank(two_ranks: Ranks) -> None:
     for equal, found in two_ranks.run(frozen_on_one_rank):
         assert equal
         assert "rank 1 of the exchange computes without gradients" in found
 
 
-def test_a_router_may_be_wider_than_tokens(two_ranks: Ranks) -> None:
-    assert two_ranks.run(a_router_in_32_bits) == [True, True]
+@pytest.mark.parametrize("case", [another_dtype_of_one_rank, infers, a_router_in_32_bits])
+def test_dtypes_and_inference(case: Callable[[], bool], two_ranks: Ranks) -> None:
+    """Results have the dtype of tokens, whatever one rank or a wider router makes."""
+    assert two_ranks.run(case) == [True, True]
 
 
 def test_layers_can_be_copied_and_compiled(two_ranks: Ranks) -> None:
