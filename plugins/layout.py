@@ -14,11 +14,9 @@ def shaped(flat: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 
     Not a view in autograd's sense: ``p.grad.detach_()`` is refused for those.
     """
-    strides = parameter.stride() if is_dense(parameter) else None
-    if strides is None:
-        strides = torch.empty(parameter.shape, device="meta").stride()
+    like = parameter if is_dense(parameter) else torch.empty(parameter.shape, device="meta")
     alias = torch.empty(0, dtype=flat.dtype, device=flat.device)
-    return alias.set_(flat.untyped_storage(), flat.storage_offset(), parameter.shape, strides)
+    return alias.set_(flat.untyped_storage(), flat.storage_offset(), parameter.shape, like.stride())
 
 
 def is_dense(tensor: torch.Tensor) -> bool:

@@ -87,6 +87,11 @@ class SharedObserver(Observer):
             self._observers.on_span(track, name, start_ns, end_ns, args)
 
 
+def shared_observers(observers: Observers) -> Observers:
+    """What hands on to these, if there are any."""
+    return Observers([SharedObserver(observers)] if observers else [])
+
+
 def open_session(
     root: nn.Module,
     named: Sequence[tuple[str, nn.Parameter]],

@@ -41,7 +41,8 @@ def torch_order(name: str, ranks: int, stages_per_rank: int, micro_batches: int)
     if name == "1F1B":
         # What torch lists for its last rank begins at micro-batch 1; it runs from 0.
         return _one_forward_one_backward(ranks, micro_batches)
-    stages = [_stage(n, ranks, stages_per_rank) for n in range(stages_per_rank)]
+    total = ranks * stages_per_rank
+    stages = [_Stage(index, ranks, total) for index in range(0, total, ranks)]
     whole = SCHEDULES[name] == "single"
     try:
         schedule = kind(stages[0] if whole else stages, micro_batches, loss_fn=_no_loss)
@@ -95,10 +96,6 @@ class _Stage:
         self.group_size = ranks
         self.num_stages = num_stages
         self.submod = torch.nn.Identity()
-
-
-def _stage(number: int, ranks: int, stages_per_rank: int) -> _Stage:
-    return _Stage(number * ranks, ranks, ranks * stages_per_rank)
 
 
 def _actions(row: list[Any]) -> list[Action]:

@@ -123,12 +123,8 @@ class Schedule:
             yield from getattr(action, "sub_actions", None) or (action,)
 
 
-def _submodule(stage: Any) -> object:
-    return getattr(stage, "submod", None)
-
-
 def _modules_of(schedule: Any) -> Set[int]:
-    return {id(_submodule(stage)) for stage in stages_of(schedule)}
+    return {id(getattr(stage, "submod", None)) for stage in stages_of(schedule)}
 
 
 def _ids(modules: Sequence[nn.Module]) -> Set[int]:

@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from .compiling import is_compiled
 from .hooks import StayingHook
-from .pending import hold, release, release_held
+from .pending import hold, is_held, release
 
 
 class FirstUse:
@@ -75,9 +75,9 @@ class FirstUse:
 
     def end(self) -> None:
         """The forward pass is over (or failed)."""
-        if not self._handles:
-            return
-        release_held(self._parameters.values())
+        for parameter in self._parameters.values() if self._handles else ():
+            if is_held(parameter):
+                release(parameter)
 
     def close(self) -> None:
         """Takes the hooks off."""

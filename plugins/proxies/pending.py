@@ -147,15 +147,6 @@ def release(parameter: nn.Parameter) -> None:
     _pending.pop(id(parameter), None)
 
 
-def release_held(parameters: Iterable[nn.Parameter]) -> None:
-    """Those among ``parameters`` that are pending get their class back; one call for them."""
-    for parameter in parameters:
-        kind: type = type(parameter)
-        if kind is PendingParameter:
-            parameter.__class__ = nn.Parameter
-            _pending.pop(id(parameter), None)
-
-
 def is_held(parameter: nn.Parameter) -> bool:
     """True while ``parameter`` is pending."""
     return type(parameter) is PendingParameter

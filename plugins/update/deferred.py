@@ -172,10 +172,6 @@ class Deferred:
         copied._optimizer_step_post_hooks = OrderedDict()
         return copied
 
-    def copy_of_nothing(self) -> torch.optim.Optimizer:
-        """The optimizer with its groups, and no parameter in them."""
-        return self.copy([{**group, "params": []} for group in self.optimizer.param_groups])
-
     def steps(self, param_groups: list[dict[str, Any]]) -> None:
         """A copy with these groups is about to be stepped in place of the optimizer."""
         self._before = [{**group} for group in param_groups]

@@ -172,7 +172,7 @@ class Stepping:
                 return None
             deferred.steps(eager)
             return (deferred.copy(eager), *args[1:]), kwargs
-        copied = deferred.copy_of_nothing()
+        copied = deferred.copy([{**group, "params": []} for group in optimizer.param_groups])
         update = partial(self._update_last, deferred, copied, whole_because=why)
         if closure is None:
             copied.param_groups = LateGroups(update)

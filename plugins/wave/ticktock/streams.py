@@ -80,8 +80,3 @@ class CudaLanes(Lanes):
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self._device)
-
-
-def lanes_for(device: torch.device, waves: int) -> Lanes:
-    """The lanes of ``waves`` waves of a model on ``device``."""
-    return CudaLanes(device, waves) if device.type == "cuda" else Lanes()

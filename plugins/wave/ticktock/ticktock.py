@@ -33,7 +33,7 @@ from ..conditions import (
 )
 from .passes import JoinedGradients, Passes
 from .state import WaveStates, interfering, of_waves
-from .streams import lanes_for
+from .streams import CudaLanes, Lanes
 
 log = logging.getLogger("bytesched")
 
@@ -100,7 +100,7 @@ class TickTock:
         named = _named(model, trained(self._all))
         self._trained = {id(parameter) for _, parameter in named}
         device = named[0][1].device
-        self._lanes = lanes_for(device, waves)
+        self._lanes = CudaLanes(device, waves) if device.type == "cuda" else Lanes()
         self._owns_observers = not isinstance(session, PlannedSession)
         self._gradients = JoinedGradients(
             named, waves, self._lanes, rank=this_rank(), timeout_s=config.timeout_s
