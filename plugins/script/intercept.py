@@ -28,12 +28,11 @@ from bytesched.errors import BytesschedError, in_one_line
 
 from .. import wrap_found
 from ..ending import at_exit, not_at_exit
-from ..left import left
+from ..left import left, summary
 from ..pipelines.root import StageModules, staged
 from ..registry import before_wrap, ended, is_wrapped
 from .kinds import WatchedDdp, WatchedHorovod
 from .owners import parameter_ids
-from .summary import summary
 from .watched import Watched, say
 
 log = logging.getLogger("bytesched")

@@ -18,7 +18,7 @@ from torch.autograd import Variable
 from bytesched.errors import PluginError, SchedulerTimeout
 from bytesched.observe import Observers
 
-from .streams import Lanes
+from .state import Lanes
 
 #: a gradient, and what its reader waits for
 _Given = tuple[torch.Tensor, "torch.cuda.Event | None"]

@@ -32,8 +32,7 @@ from ..conditions import (
     world_size,
 )
 from .passes import JoinedGradients, Passes
-from .state import WaveStates, interfering, of_waves
-from .streams import CudaLanes, Lanes
+from .state import CudaLanes, Lanes, WaveStates, interfering, of_waves
 
 log = logging.getLogger("bytesched")
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from bytesched.plugins.left import summary
 from bytesched.plugins.script.owners import compiled_around, owners_of, parameter_ids
-from bytesched.plugins.script.summary import summary
 
 
 class Unfinished(nn.Module):

@@ -31,8 +31,7 @@ from wave_cases import (
 from bytesched.errors import ConfigError, PluginError, SchedulerClosed, SchedulerTimeout
 from bytesched.plugins.wave import ActivationMemory, TickTock
 from bytesched.plugins.wave.ticktock.passes import JoinedGradients
-from bytesched.plugins.wave.ticktock.state import WaveStates
-from bytesched.plugins.wave.ticktock.streams import CudaLanes, Lanes
+from bytesched.plugins.wave.ticktock.state import CudaLanes, Lanes, WaveStates
 from bytesched.plugins.wave.ticktock.ticktock import Trial
 
 
