@@ -8,32 +8,16 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import Final, Protocol
+from typing import Final
 
 from bytesched.task import CommTask
 
-__all__ = ["Admission", "Foreseen"]
+__all__ = ["Foreseen"]
 
 #: iterations from which releases are foreseen
 _ROUNDS: Final = 3
 #: A block is at most so many times the credit: what starts it packs it before anything else.
 _MOST_CREDITS: Final = 4
-
-
-class Admission(Protocol):
-    """What a core tells, and asks when it may start tasks."""
-
-    def ready(self, task: CommTask) -> None:
-        """``task`` has been released; each is once in an iteration."""
-
-    def started(self, task: CommTask) -> None:
-        """``task`` is on its way."""
-
-    def finished(self, task: CommTask) -> None:
-        """It has arrived."""
-
-    def block_bytes(self, credit_bytes: int) -> int:
-        """The most bytes on their way when a block starts, where less than the credit are."""
 
 
 class Foreseen:
@@ -63,6 +47,7 @@ class Foreseen:
         self._bytes_per_s = 0.0
 
     def ready(self, task: CommTask) -> None:
+        """``task`` has been released; each is once in an iteration."""
         if len(self._releases_s) == self._tasks:
             self._begin()
         now_s = self._clock()
@@ -74,17 +59,20 @@ class Foreseen:
             self._expected.pop()
 
     def started(self, task: CommTask) -> None:
+        """``task`` is on its way."""
         if not self._on_way:
             self._busy_since_s = self._clock()
         self._on_way += 1
 
     def finished(self, task: CommTask) -> None:
+        """It has arrived."""
         self._on_way -= 1
         self._busy_bytes += task.nbytes
         if not self._on_way:
             self._busy_s += self._clock() - self._busy_since_s
 
     def block_bytes(self, credit_bytes: int) -> int:
+        """The most bytes on their way when a block starts, where less than the credit are."""
         if len(self._rounds) < _ROUNDS:
             return credit_bytes
         most_bytes = _MOST_CREDITS * credit_bytes

@@ -59,11 +59,7 @@ class Link:
 
 
 def plan_order(
-    chunks: Sequence[ChunkTimes],
-    link: Link,
-    *,
-    policy: str = "priority",
-    credit_bytes: int = 1,
+    chunks: Sequence[ChunkTimes], link: Link, *, policy: str = "priority", credit_bytes: int = 1
 ) -> list[int]:
     """Indices of ``chunks`` in the order in which they are issued.
 
@@ -72,11 +68,10 @@ def plan_order(
         credit_bytes: how far ahead of the link it is decided; with 1 each time that it is free.
     """
     carrier, chosen = _Carrier(link), named_policy(policy)
-    core = SchedulerCore(Leading(chosen), credit_bytes=credit_bytes)
-    if isinstance(chosen, Prophet):
-        core.use_admission(Foreseen(len(chunks), lambda: carrier.now_s))
-        for _ in range(_LEARNED_ROUNDS):
-            _run(core, chunks, carrier)
+    foreseen = Foreseen(len(chunks), lambda: carrier.now_s) if isinstance(chosen, Prophet) else None
+    core = SchedulerCore(Leading(chosen), credit_bytes=credit_bytes, admission=foreseen)
+    for _ in range(_LEARNED_ROUNDS if foreseen else 0):
+        _run(core, chunks, carrier)
     return _run(core, chunks, carrier)[0]
 
 

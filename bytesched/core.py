@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from bytesched.admission import Admission
+from bytesched.admission import Foreseen
 from bytesched.errors import InvalidTransition
 from bytesched.order import ReadyQueue
 from bytesched.task import CommTask, TaskState
@@ -31,12 +31,14 @@ class SchedulerCore:
     """
 
     def __init__(
-        self, queue: ReadyQueue, *, credit_bytes: int, admission: Admission | None = None
+        self, queue: ReadyQueue, *, credit_bytes: int, admission: Foreseen | None = None
     ) -> None:
         self._queue = queue
         self._admission = admission
         #: size of the window
-        self.credit_bytes = _checked(credit_bytes)
+        if credit_bytes < 1:
+            raise ValueError(f"credit must be at least 1 byte, got {credit_bytes}")
+        self.credit_bytes = credit_bytes
         self._in_flight: dict[int, CommTask] = {}
         #: bytes started and not finished
         self.in_flight_bytes = 0
@@ -95,21 +97,6 @@ class SchedulerCore:
         """The next tasks where their order is given, by index."""
         self._queue.extend(indices)
         return self._start_next()
-
-    def set_credit(self, credit_bytes: int) -> list[CommTask]:
-        """A new window; bytes already in flight stay there."""
-        self.credit_bytes = _checked(credit_bytes)
-        return self._start_next()
-
-    def use_queue(self, queue: ReadyQueue) -> None:
-        """A new way of ordering, between iterations (nothing ready, nothing in flight)."""
-        self._refuse_unless_idle("queue")
-        self._queue = queue
-
-    def use_admission(self, admission: Admission | None) -> None:
-        """A new way of admitting, or none beside the credit; between iterations as well."""
-        self._refuse_unless_idle("admission")
-        self._admission = admission
 
     # -- state -------------------------------------------------------------------------
 
@@ -179,10 +166,6 @@ class SchedulerCore:
             raise InvalidTransition(f"{task!r} is not in flight\n{self.story(task)}")
         self.in_flight_bytes -= task.nbytes
 
-    def _refuse_unless_idle(self, what: str) -> None:
-        if not self.idle:
-            raise InvalidTransition(f"the {what} of {self!r} cannot change now")
-
     def _note(self, event: str, task: CommTask) -> None:
         self._events += 1
         self._story.append((self._events, event, task))
@@ -193,9 +176,3 @@ class SchedulerCore:
             f"<SchedulerCore {state}, {len(self._queue)} ready, {len(self._in_flight)} sending, "
             f"{self.in_flight_bytes / 2**20:.2f}/{self.credit_bytes / 2**20:.2f} MiB credit>"
         )
-
-
-def _checked(credit_bytes: int) -> int:
-    if credit_bytes < 1:
-        raise ValueError(f"credit must be at least 1 byte, got {credit_bytes}")
-    return credit_bytes

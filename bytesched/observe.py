@@ -20,12 +20,7 @@ class Observer:
     """
 
     def on_span(
-        self,
-        track: str,
-        name: str,
-        start_ns: int,
-        end_ns: int,
-        args: dict[str, Any] | None = None,
+        self, track: str, name: str, start_ns: int, end_ns: int, args: dict[str, Any] | None = None
     ) -> None:
         """Something took from ``start_ns`` to ``end_ns``."""
 
@@ -62,12 +57,7 @@ class Observers:
         return self.are_any
 
     def on_span(
-        self,
-        track: str,
-        name: str,
-        start_ns: int,
-        end_ns: int,
-        args: dict[str, Any] | None = None,
+        self, track: str, name: str, start_ns: int, end_ns: int, args: dict[str, Any] | None = None
     ) -> None:
         self._tell("on_span", track, name, start_ns, end_ns, args)
 

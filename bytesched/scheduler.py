@@ -4,61 +4,51 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from queue import SimpleQueue
 from time import perf_counter_ns, thread_time_ns
-from typing import Any, Final, Protocol, TypeVar
+from typing import Final
 
 from bytesched.busy import Busy
 from bytesched.core import SchedulerCore
 from bytesched.errors import SchedulerClosed
 from bytesched.observe import Observers
-from bytesched.order import ReadyQueue
 from bytesched.task import CommTask
 from bytesched.transport import Transport
 
-__all__ = ["EventThread", "Events", "InTurn", "Scheduler"]
+__all__ = ["EventThread", "Scheduler"]
 
 log = logging.getLogger("bytesched")
 
 #: One thing for a scheduler to do; returns the tasks to start.
 _Event = Callable[[], Sequence[CommTask]]
-_T = TypeVar("_T")
 _CLOSE: Final = None
 #: for a hold that another thread has to handle, as it is handling something at the moment
 _HELD_WITHIN_S: Final = 0.05
 
 
-class Events(Protocol):
-    """Handles events one by one, in the order in which any thread puts them."""
-
-    def put(self, handle: Callable[[_Event], None], event: _Event) -> None:
-        """Calls ``handle(event)``, which raises nothing, after those that were put before."""
-
-    def close(self) -> None:
-        """No event is handled after those that are there."""
-
-    def join(self, timeout_s: float) -> bool:
-        """Waits for the last one; false if that has not come. Inside a handler, true at once."""
-
-
 class EventThread:
-    """Events, handled on a thread of their own: who puts one goes on at once."""
+    """Handles events one by one, in the order in which they were put, on a thread of its own.
+
+    Several schedulers may share one.
+    """
 
     def __init__(self) -> None:
-        self._inbox: SimpleQueue[tuple[Callable[[Any], None], Any] | None] = SimpleQueue()
+        self._inbox: SimpleQueue[tuple[Callable[[_Event], None], _Event] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="bytesched-scheduler", daemon=True)
         self._thread.start()
 
-    def put(self, handle: Callable[[_T], None], event: _T) -> None:
+    def put(self, handle: Callable[[_Event], None], event: _Event) -> None:
+        """Calls ``handle(event)``, which raises nothing, after those that were put before."""
         self._inbox.put((handle, event))
 
     def close(self) -> None:
+        """No event is handled after those that are there."""
         self._inbox.put(_CLOSE)
 
     def join(self, timeout_s: float) -> bool:
+        """Waits for the last one; false if that has not come. Inside a handler, true at once."""
         if threading.current_thread() is self._thread:
             return True
         self._thread.join(timeout_s)
@@ -67,50 +57,6 @@ class EventThread:
     def _run(self) -> None:
         while (item := self._inbox.get()) is not _CLOSE:
             handle, event = item
-            handle(event)
-
-
-class InTurn:
-    """Events, handled by whoever puts one, or by whoever is handling one at that moment.
-
-    No thread has to wake up between what happens and what follows from it. Nobody waits: what is
-    put while another thread is at it is left to that one.
-    """
-
-    def __init__(self) -> None:
-        self._inbox: deque[tuple[Callable[[_Event], None], _Event]] = deque()
-        self._turn = threading.Lock()
-        #: the thread that is handling events
-        self._owner = 0
-        self._closed = False
-
-    def put(self, handle: Callable[[_Event], None], event: _Event) -> None:
-        if self._closed:
-            return
-        self._inbox.append((handle, event))
-        # Again after each turn: an event may have come when its last look was over already.
-        while self._inbox and self._turn.acquire(blocking=False):
-            try:
-                self._owner = threading.get_ident()
-                self._handle_all()
-            finally:
-                self._owner = 0
-                self._turn.release()
-
-    def close(self) -> None:
-        self._closed = True
-
-    def join(self, timeout_s: float) -> bool:
-        if self._owner == threading.get_ident():
-            return True
-        if not self._turn.acquire(timeout=timeout_s):
-            return False
-        self._turn.release()
-        return True
-
-    def _handle_all(self) -> None:
-        while self._inbox:
-            handle, event = self._inbox.popleft()
             handle(event)
 
 
@@ -138,7 +84,7 @@ class Scheduler:
         on_finish: Callable[[CommTask], None] = lambda task: None,
         on_error: Callable[[BaseException], None] = lambda error: None,
         observers: Observers | None = None,
-        events: Events | None = None,
+        events: EventThread | None = None,
     ) -> None:
         self.core = core
         self._transport = transport
@@ -161,7 +107,7 @@ class Scheduler:
         self.held_ns = 0
         self._held_since_ns = 0
         self._is_held = False
-        self._events: Events = EventThread() if events is None else events
+        self._events = EventThread() if events is None else events
 
     @property
     def busy_ns(self) -> int:
@@ -178,19 +124,6 @@ class Scheduler:
     def ordered(self, indices: Sequence[int]) -> None:
         """The next tasks of the agreed order, by index."""
         self._put(lambda: self.core.ordered(indices))
-
-    def set_credit(self, credit_bytes: int) -> None:
-        """A new credit window, in bytes."""
-        self._put(lambda: self.core.set_credit(credit_bytes))
-
-    def use_queue(self, queue: ReadyQueue) -> None:
-        """A new way of ordering, from the next task on; the core must be idle by then."""
-
-        def swap() -> Sequence[CommTask]:
-            self.core.use_queue(queue)
-            return ()
-
-        self._put(swap)
 
     def hold(self) -> None:
         """Until `release`, nothing starts.

@@ -79,13 +79,7 @@ class CommTask:
     )
 
     def __init__(
-        self,
-        name: str,
-        *,
-        start_at: int,
-        stop_at: int,
-        itemsize: int = 1,
-        priority: int = 0,
+        self, name: str, *, start_at: int, stop_at: int, itemsize: int = 1, priority: int = 0
     ) -> None:
         if stop_at <= start_at or start_at < 0 or itemsize < 1:
             raise ValueError(

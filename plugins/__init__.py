@@ -91,7 +91,7 @@ def wrap_found(
     try:
         config = settings(fields)
         if (accumulate, micro_batches) != (None, 1):
-            from .moments.refusals import check_request
+            from .moments.folding import check_request
 
             check_request(accumulate, micro_batches)
         if not is_mxnet and not is_store:

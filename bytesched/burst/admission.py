@@ -16,8 +16,6 @@ from __future__ import annotations
 import statistics
 from collections import deque
 
-__all__ = ["Admission"]
-
 #: gaps of one name, and steps, that predictions look back on
 _SEEN = 4
 #: iterations of either kind that are compared, and whose earnings the budget holds at most

@@ -23,8 +23,6 @@ from functools import lru_cache
 
 from bytesched.burst.graph import Chain, Layer, ModelGraph
 
-__all__ = ["Cluster", "Place", "PlacedBranches", "Plan", "Schedule", "Span", "Task", "schedule"]
-
 
 @dataclass(frozen=True, slots=True)
 class Cluster:

@@ -12,17 +12,6 @@ from typing import Any
 from bytesched.bench.profile import Profile, parse_profile, profiles_in, read_profile
 from bytesched.errors import ConfigError
 
-__all__ = [
-    "Branches",
-    "Chain",
-    "Curve",
-    "Layer",
-    "ModelGraph",
-    "layers_of",
-    "load_graph",
-    "shipped_graphs",
-]
-
 SHIPPED_FOLDER = Path(__file__).parent / "profiles"
 
 

@@ -10,8 +10,6 @@ from bytesched.burst.cost import Place, PlacedBranches, Plan
 from bytesched.burst.graph import Chain
 from bytesched.errors import ConfigError
 
-__all__ = ["load_named_plan", "load_plan", "parse_plan", "plan_to_json"]
-
 
 def plan_to_json(chain: Chain, plan: Plan) -> list[dict[str, Any]]:
     """The places of a chain's items, with their names."""
@@ -36,13 +34,11 @@ def plan_to_json(chain: Chain, plan: Plan) -> list[dict[str, Any]]:
     return listed
 
 
-def load_plan(path: str | Path) -> Plan:
-    """The plan in a file. Raises `ConfigError` with what is wrong, and where."""
-    return tuple(placed for _, placed in load_named_plan(path))
-
-
 def load_named_plan(path: str | Path) -> list[tuple[str, Place | PlacedBranches]]:
-    """The plan in a file with the names of its layers; raises as `load_plan` does."""
+    """The plan in a file with the names of its layers.
+
+    Raises `ConfigError` with what is wrong, and where.
+    """
     try:
         content = json.loads(Path(path).read_text())
     except OSError as error:

@@ -18,8 +18,6 @@ from bytesched.burst.graph import Chain
 from bytesched.burst.items import Cost, ItemCosts
 from bytesched.errors import ConfigError
 
-__all__ = ["Found", "fastest_plan"]
-
 #: labels per place in the first pass, which only looks for a good plan to compare with
 _BEAM = 8
 

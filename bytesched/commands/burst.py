@@ -13,11 +13,11 @@ from bytesched.burst.compare import (
     burst_curve,
     burst_point,
     data_parallel,
+    draw_plan,
     static_partitions,
 )
 from bytesched.burst.cost import Cluster, Place, Plan, Task
 from bytesched.burst.graph import Chain, Layer, layers_of, load_graph, shipped_graphs
-from bytesched.burst.picture import draw_plan
 from bytesched.burst.planfile import plan_to_json
 from bytesched.burst.search import Found, fastest_plan
 from bytesched.errors import ConfigError

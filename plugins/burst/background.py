@@ -15,8 +15,6 @@ from bytesched.burst.admission import Admission
 from bytesched.errors import BackgroundError
 from bytesched.observe import Observers
 
-__all__ = ["Background"]
-
 log = logging.getLogger("bytesched")
 
 _PATIENCE_S = 5.0
@@ -116,11 +114,14 @@ class Background:
 
     def close(self) -> None:
         """Returns when the step under way has ended; raises as ``check()``. Idempotent."""
+        self._stop()
+        self._thread.join(self._timeout_s if self._error is None else _PATIENCE_S)
+        self.check()
+
+    def _stop(self) -> None:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        self._thread.join(self._timeout_s if self._error is None else _PATIENCE_S)
-        self.check()
 
     def __enter__(self) -> Background:
         return self
@@ -131,12 +132,9 @@ class Background:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self._stop()
         if error is None:
             self.close()
-        else:
-            with self._changed:
-                self._closed = True
-                self._changed.notify_all()
 
     def _find_stuck(self) -> None:
         since_s = self._running_since_s

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any, Final, TypeVar
 
 import torch
 from torch import nn
+from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from bytesched.burst.cost import Place
 from bytesched.config import Config
-from bytesched.errors import PluginError
+from bytesched.errors import PluginError, TransportError
 from bytesched.observe import Observer, Observers
 
 from ..c10d.hooked import setting_of
@@ -21,11 +23,47 @@ from ..planned.bundles import Slot
 from ..planned.hooked_session import HookedSession
 from ..planned.wire import GroupWire
 from ..routes.groups.group import Group
+from ..routes.groups.keys import await_keys
 from ..routes.groups.opening import open_gloo
 from ..warmup.agree import statements
-from .guarded import GuardedStore
 
-__all__ = ["SharedObserver", "made_on_all_ranks", "open_session"]
+
+class GuardedStore(distributed_c10d.Store):
+    """A store by which some ranks connect, which ends with the error that ``lost`` returns.
+
+    Gloo waits in it for the address of every other rank, and cannot be interrupted.
+    """
+
+    def __init__(
+        self,
+        store: distributed_c10d.Store,
+        lost: Callable[[], TransportError | None],
+        *,
+        timeout_s: float,
+    ) -> None:
+        super().__init__()
+        self._store = store
+        self._lost = lost
+        self._timeout_s = timeout_s
+
+    def set(self, key: str, value: str) -> None:
+        """Sets ``key`` for all ranks."""
+        self._store.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        """What was set, once it was."""
+        self.wait([key])
+        return self._store.get(key)
+
+    def check(self, keys: list[str]) -> bool:
+        """Whether all of them were set."""
+        return self._store.check(keys)
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        """Returns when all of them were set; raises the error of ``lost``, or the store's own."""
+        timeout_s = self._timeout_s if timeout is None else timeout.total_seconds()
+        await_keys(self._store, keys, timeout_s, self._lost)
+
 
 T = TypeVar("T")
 
@@ -43,15 +81,15 @@ class SharedObserver(Observer):
         self._observers = observers
 
     def on_span(
-        self,
-        track: str,
-        name: str,
-        start_ns: int,
-        end_ns: int,
-        args: dict[str, Any] | None = None,
+        self, track: str, name: str, start_ns: int, end_ns: int, args: dict[str, Any] | None = None
     ) -> None:
         if track not in _SEEN_BY_ALL:
             self._observers.on_span(track, name, start_ns, end_ns, args)
+
+
+def shared_observers(observers: Observers) -> Observers:
+    """What hands on to these, if there are any."""
+    return Observers([SharedObserver(observers)] if observers else [])
 
 
 def open_session(

@@ -1,14 +1,15 @@
 """Moves: the samples of a batch from the ranks that have them to the ranks that need them.
 
-Each move is a CommTask of a scheduler, forward and backward. Its sends and receives are posted
-together and have a tag of their own, so that the ranks need not agree on an order.
+A move's sends and receives are posted together and have a tag of their own, so that the ranks need
+not agree on an order.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from time import perf_counter_ns
 from typing import Any
 
@@ -16,23 +17,12 @@ import torch
 from torch import Tensor
 
 from bytesched.burst.cost import Place
-from bytesched.core import SchedulerCore
 from bytesched.observe import Observers
-from bytesched.order import Leading
-from bytesched.policy import Priority
-from bytesched.scheduler import Scheduler
-from bytesched.task import CommTask
-from bytesched.transport import Done
 
-from ..dependency.progress import Progress
+from ..dependency.failures import Progress
 from ..routes.groups.group import Group
 from ..routes.groups.messages import Messages
 from ..routes.groups.waiter import Waiter
-
-__all__ = ["Move", "Moves", "move", "samples_at"]
-
-#: the training thread waits for each move: none is held back for others
-_NO_LIMIT = 1 << 62
 
 
 def samples_at(place: Place, device: int, batch: int) -> range:
@@ -57,11 +47,8 @@ class Move:
     stays: tuple[Tensor, Tensor]
     #: samples that this rank will have
     samples: int
-    task: CommTask | None = None
-    #: the task is under way
+    #: its messages are under way
     busy: bool = False
-    outgoing: dict[int, Tensor] = field(default_factory=dict)
-    incoming: dict[int, Tensor] = field(default_factory=dict)
 
     @classmethod
     def between(
@@ -98,12 +85,7 @@ class Move:
 
 
 class Moves:
-    """All moves of this rank, on a group of their own.
-
-    Args:
-        group: used for nothing else.
-        observers: of queue, send and wait spans.
-    """
+    """All moves of this rank, on a group of their own."""
 
     def __init__(self, group: Group, observers: Observers) -> None:
         self._group = group
@@ -111,20 +93,14 @@ class Moves:
         self._messages = Messages(group)
         self._progress = Progress(group)
         self._progress.look = self._messages.lost
-        self._by_index: dict[int, Move] = {}
-        self._lane = Waiter(self._messages, "bytesched-moves")
+        #: that have begun
+        self._moves: set[Move] = set()
+        self._lane = Waiter(self._messages, "bytesched-moves", self.fail)
         #: around the wait for a move; the name is the move's
         self.idle: Callable[[str], AbstractContextManager[object]] = lambda name: nullcontext()
         #: totals
         self.bytes = 0
         self.wait_ns = 0
-        self._scheduler = Scheduler(
-            SchedulerCore(Leading(Priority()), credit_bytes=_NO_LIMIT),
-            self,
-            on_finish=self._finished,
-            on_error=self.fail,
-            observers=observers,
-        )
 
     # -- the training thread -----------------------------------------------------------
 
@@ -144,18 +120,11 @@ class Moves:
         # What it sent last time has long been read, but must have been.
         self._wait_for(move)
         nbytes = move.nbytes(sample_bytes)
-        if move.task is None or move.task.nbytes != nbytes:
-            move.task = CommTask(move.name, start_at=0, stop_at=nbytes, priority=move.index)
-            move.task.index = move.index
-            self._by_index[move.index] = move
-        move.outgoing = {peer: x[positions] for peer, positions in move.sends.items()}
-        move.incoming = {
+        incoming = {
             peer: x.new_empty((len(positions), *shape)) for peer, positions in move.receives.items()
         }
-        move.busy = True
         self.bytes += nbytes
-        move.task.notify_ready()
-        self._scheduler.notify_ready(move.task)
+        self._start(move, incoming, {peer: x[at] for peer, at in move.sends.items()}, nbytes)
         if move.receives:
             began_ns = perf_counter_ns()
             with self.idle(move.name):
@@ -165,12 +134,12 @@ class Moves:
             if self._observers:
                 self._observers.on_span("wait", move.name, began_ns, ended_ns)
             for peer, positions in move.receives.items():
-                moved[positions] = move.incoming[peer]
+                moved[positions] = incoming[peer]
         return moved
 
     def finish(self) -> None:
         """Returns when nothing is under way here."""
-        for move in self._by_index.values():
+        for move in self._moves:
             self._wait_for(move)
 
     def _wait_for(self, move: Move) -> None:
@@ -197,32 +166,34 @@ class Moves:
 
     def shut_down(self) -> None:
         """Ends the threads and the connections. Idempotent."""
-        self._scheduler.close()
-        self._group.close()
-
-    # -- the transport: the scheduler's thread -----------------------------------------
-
-    def start(self, task: CommTask, done: Done) -> None:
-        """Posts what `task` sends and receives."""
-        move = self._by_index[task.index]
-        group, tag = self._group, move.index
-        try:
-            works = [(group.receive(t, peer, tag), peer) for peer, t in move.incoming.items()]
-            works += [(group.send(t, peer, tag), peer) for peer, t in move.outgoing.items()]
-        except RuntimeError as error:
-            raise self._group.error(error, task=task.name) from error
-        self._lane.put(task, works, done)
-
-    def close(self) -> None:
-        """What is under way fails. Called by the scheduler, once."""
         self._lane.stop()
-        if any(move.busy for move in self._by_index.values()):
+        if self._lane.is_busy:
             self._group.abort()
         self._lane.join()
+        self._group.close()
 
-    def _finished(self, task: CommTask) -> None:
+    def _start(
+        self, move: Move, incoming: dict[int, Tensor], outgoing: dict[int, Tensor], nbytes: int
+    ) -> None:
+        """Posts what ``move`` sends and receives."""
+        group, tag = self._group, move.index
+        move.busy = True
+        self._moves.add(move)
+        began_ns = perf_counter_ns()
+        try:
+            works = [(group.receive(t, peer, tag), peer) for peer, t in incoming.items()]
+            works += [(group.send(t, peer, tag), peer) for peer, t in outgoing.items()]
+        except RuntimeError as error:
+            self._progress.raise_first(group.error(error, task=move.name))
+        self._lane.put(move.name, works, partial(self._ended, move, nbytes, began_ns))
+
+    def _ended(self, move: Move, nbytes: int, began_ns: int) -> None:
+        """The messages of ``move`` have come. The thread of the lane."""
+        if self._observers:
+            args = {"bytes": nbytes, "chunk": move.index}
+            self._observers.on_span("send", move.name, began_ns, perf_counter_ns(), args)
         with self._progress.lock:
-            self._by_index[task.index].busy = False
+            move.busy = False
             self._progress.notify()
 
 

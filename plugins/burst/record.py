@@ -16,9 +16,7 @@ from torch import Tensor, nn
 from bytesched.errors import PluginError
 from bytesched.files import write_text
 
-from .branched import Branched
-
-__all__ = ["record"]
+from .structure import Branched
 
 _REPEATS: Final = 5
 
@@ -86,16 +84,16 @@ def _branches(
 
 def _layer(layer: nn.Module, inputs: list[Tensor]) -> tuple[dict[str, Any], list[Tensor]]:
     twin = copy.deepcopy(layer)
-    timed = [_timed(twin, x) for x in inputs]
+    times = [timed(twin, x) for x in inputs]
     item = {
-        "forward_ms": [round(forward_ms, 4) for forward_ms, _, _ in timed],
-        "backward_ms": [round(backward_ms, 4) for _, backward_ms, _ in timed],
+        "forward_ms": [round(forward_ms, 4) for forward_ms, _, _ in times],
+        "backward_ms": [round(backward_ms, 4) for _, backward_ms, _ in times],
         "parameter_bytes": sum(p.nbytes for p in layer.parameters() if p.requires_grad),
     }
-    return item, [output for _, _, output in timed]
+    return item, [output for _, _, output in times]
 
 
-def _timed(layer: nn.Module, inputs: Tensor) -> tuple[float, float, Tensor]:
+def timed(layer: nn.Module, inputs: Tensor) -> tuple[float, float, Tensor]:
     """Median milliseconds forward and backward, after a first time that does not count."""
     forward_ms, backward_ms = [], []
     for _ in range(1 + _REPEATS):

@@ -19,7 +19,6 @@ from bytesched.burst.cost import Place, Plan
 from bytesched.config import Config, warn_of_unused
 from bytesched.errors import PluginError, SchedulerClosed
 from bytesched.log import show
-from bytesched.observe import Observers
 
 from ..c10d.joining import joining
 from ..ending import at_exit, died_of, make_exit_fail, not_at_exit
@@ -27,17 +26,14 @@ from ..planned.hooked_session import HookedSession
 from ..routes.groups.opening import store_of
 from ..warmup.agree import settings
 from .background import Background
-from .groups import SharedObserver, made_on_all_ranks, open_session
+from .groups import made_on_all_ranks, open_session, shared_observers
 from .moves import Moves, samples_at
-from .structure import check, items_of, layers_of
-from .walk import Walk
+from .structure import Walk, check, items_of, layers_of
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from bytesched.config import ConfigFields
-
-__all__ = ["Burst"]
 
 log = logging.getLogger("bytesched")
 
@@ -106,8 +102,7 @@ class Burst(nn.Module):
             tensors = itertools.chain(model.parameters(), model.buffers())
             self._group.broadcast(tensors, task="the first broadcast")
             self._observers = ranks.observers()
-        shared = Observers([SharedObserver(self._observers)] if self._observers else [])
-        self._moves = Moves(self._group, shared)
+        self._moves = Moves(self._group, shared_observers(self._observers))
         self._walk = Walk(model, plan, self._rank, self._moves)
         try:
             self._open(optimizer, config, store_of(world), name)
@@ -153,7 +148,7 @@ class Burst(nn.Module):
         for place, optimizer_here in made.items():
             if place.width > 1:
                 named = by_place[place]
-                shared = Observers([SharedObserver(self._observers)] if self._observers else [])
+                shared = shared_observers(self._observers)
                 self._sessions[place] = open_session(
                     self, named, optimizer_here, place, self._group, store, config, shared, name
                 )

@@ -24,7 +24,7 @@ from ..planned.session import PlannedSession
 from ..proxies.passes import IN_A_CONTEXT, are_in_a_context
 from ..registry import sessions
 from ..routes.groups.opening import kind_of
-from ..update.delegation import stepping_optimizer
+from ..update.genuine import stepping_optimizer
 from ..update.separable import refuse_to_shard
 from .buffers import broadcasts_buffers
 from .entry import Entry

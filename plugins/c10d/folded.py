@@ -10,8 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bytesched.config import Config
 
-from ..moments.folding import Accumulation
-from ..moments.refusals import folding_statements
+from ..moments.folding import Accumulation, folding_statements
 from ..moments.session import FoldedSession
 from ..moments.slots import MomentSlot
 from ..planned.beginning import slots_of

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from bytesched.config import Config
 from bytesched.errors import MismatchError, PluginError
 
-from ..layout.digest import digest_of
+from ..layout import digest_of
 from ..planned.bundles import Slot
 from ..planned.partition import Partition
 from ..planned.wire import Summing

@@ -22,7 +22,7 @@ from ..planned.reducer import reduced_by, why_not_renewed
 from ..planned.wire import GroupWire
 from ..routes.groups.opening import kind_of
 from ..warmup.agree import settings
-from ..zero1.sharding import sharding
+from ..zero1.updates import sharding
 from .buffers import BufferBroadcast
 from .carrying import levels_of
 from .entry import Entry

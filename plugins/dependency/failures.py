@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import threading
-from typing import NoReturn, Protocol
+from collections.abc import Callable
+from time import monotonic
+from typing import Final, NoReturn, Protocol
 
-from bytesched.errors import PeerLost, TransportError, in_one_line
+from bytesched.errors import PeerLost, PluginError, SchedulerTimeout, TransportError, in_one_line
+from bytesched.share.turn import HELD, released
 
-__all__ = ["Failures", "Peers"]
+from ..routes.groups.group import Group
 
 
 class Peers(Protocol):
@@ -21,11 +24,7 @@ class Peers(Protocol):
 
 
 class Failures:
-    """The first error of a session.
-
-    Args:
-        peers: aborted when something goes wrong, so that every rank fails.
-    """
+    """The first error of a session."""
 
     def __init__(self, peers: Peers) -> None:
         self._peers = peers
@@ -56,11 +55,7 @@ class Failures:
         raise first.with_traceback(None) from first.__cause__
 
     def fail(
-        self,
-        error: BaseException,
-        *,
-        is_raised: bool = False,
-        cause: BaseException | None = None,
+        self, error: BaseException, *, is_raised: bool = False, cause: BaseException | None = None
     ) -> None:
         """The first error is kept and raised wherever the user's thread waits. Any thread.
 
@@ -83,3 +78,71 @@ class Failures:
 
     def _failed(self) -> None:
         """There is an error; called with the lock held."""
+
+
+#: how often a wait checks for lost peers
+_LOOKS_EVERY_S: Final = 1.0
+
+
+class Progress(Failures):
+    """A lock, what it guards, and the one way to wait for it: with a deadline, and for errors."""
+
+    def __init__(self, group: Group) -> None:
+        super().__init__(group)
+        self._group = group
+        self._waiters = 0
+        # Not entered by the condition, which would cost two more calls each time.
+        self._changed = threading.Condition(self.lock)
+        #: what the scheduler knows, for the message of a timeout
+        self.story: Callable[[], str] = str
+        #: the error of something that is waited for and cannot come, if it knows of one
+        self.look: Callable[[], BaseException | None] = lambda: None
+
+    def notify(self) -> None:
+        """Something changed; called with the lock held."""
+        if self._waiters:
+            self._changed.notify_all()
+
+    def wait(self, done: Callable[[], bool], what: str) -> None:
+        """Returns when ``done()``; raises the first error, or SchedulerTimeout."""
+        if HELD and not self._done_by(0.0, done):
+            with released():
+                return self.wait(done, what)
+        timeout_s = self._group.timeout_s
+        deadline = monotonic() + timeout_s
+        while not self._done_by(min(deadline, monotonic() + _LOOKS_EVERY_S), done):
+            self.check()
+            error = self.look()
+            if error is None and monotonic() >= deadline:
+                error = SchedulerTimeout(
+                    f"waited {timeout_s:g} s for {what}{self._group.note()}",
+                    rank=self._group.rank,
+                    story=self.story().splitlines(),
+                )
+            if error is not None:
+                self.fail(error, is_raised=True)
+                raise error
+
+    def _done_by(self, deadline: float, done: Callable[[], bool]) -> bool:
+        """Waits until ``done()``, the first error, or a moment of the clock; whether it is done.
+
+        Any thread; ``done`` is called with the lock held.
+        """
+        with self.lock:
+            self._waiters += 1
+            try:
+                while not done() and self.error is None and monotonic() < deadline:
+                    self._changed.wait(deadline - monotonic())
+                return done()
+            finally:
+                self._waiters -= 1
+
+    def _failed(self) -> None:
+        self._changed.notify_all()
+
+
+def refuse(name: str) -> NoReturn:
+    """``name`` is used in a forked child, where it will not come."""
+    raise PluginError(
+        f"{name!r} was outstanding when this process was forked, and nothing completes it here"
+    )

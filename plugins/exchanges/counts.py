@@ -6,14 +6,13 @@ Every rank learns everything, so all come to the same verdict: either all send, 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field, fields
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from bytesched.errors import MismatchError
-
-__all__ = ["Form", "Table"]
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -63,17 +62,7 @@ class Form:
 
     def row(self) -> list[int]:
         """As numbers."""
-        return [
-            self.dtype,
-            self.width,
-            int(self.needs_gradient),
-            self.most_pieces,
-            self.piece_bytes,
-            int(self.wrong),
-            self.layer,
-            int(self.trains),
-            int(self.records),
-        ]
+        return [int(value) for value in astuple(self)]
 
     def __str__(self) -> str:
         dtype = str(_DTYPES[self.dtype]) if self.dtype >= 0 else "no floating-point matrix"
@@ -83,7 +72,7 @@ class Form:
         return f"{dtype} of width {self.width} {gradient}, {limits}{where}"
 
 
-_FORM_NUMBERS = len(Form(0, 0, needs_gradient=False, most_pieces=1, piece_bytes=1).row())
+_FORM_NUMBERS = len(fields(Form))
 
 
 @dataclass(frozen=True)
@@ -101,20 +90,8 @@ class Table:
     @staticmethod
     def read(rows: Sequence[Sequence[int]]) -> Table:
         """What ranks have gathered: a form and counts from each."""
-        forms = tuple(
-            Form(
-                dtype=row[0],
-                width=row[1],
-                needs_gradient=bool(row[2]),
-                most_pieces=row[3],
-                piece_bytes=row[4],
-                wrong=bool(row[5]),
-                layer=row[6],
-                trains=bool(row[7]),
-                records=bool(row[8]),
-            )
-            for row in rows
-        )
+        numbers: Sequence[Sequence[Any]] = rows
+        forms = tuple(Form(*row[:_FORM_NUMBERS]) for row in numbers)
         starts = _FORM_NUMBERS + 1
         counts = (tuple(row[starts : starts + row[_FORM_NUMBERS]]) for row in rows)
         return Table(forms, tuple(counts))

@@ -1,4 +1,4 @@
-"""Exchanges over Gloo: pairs of messages, as tasks of one lane.
+"""Exchanges over Gloo: pairs of messages, one exchange after the other.
 
 Receives are posted before sends. In Gloo's own all-to-all the rank that comes late sends first, and
 the word that it can receive waits behind its bytes, so that the two directions of a link follow one
@@ -8,26 +8,21 @@ another (docs/notes/2026-11-25-all-to-all-over-gloo.md).
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from time import monotonic
 from typing import Any, Final
 
 from torch import Tensor
 
 from bytesched import urgency
-from bytesched.core import SchedulerCore
 from bytesched.errors import SchedulerClosed
-from bytesched.order import Leading
-from bytesched.policy import Fifo
-from bytesched.scheduler import InTurn, Scheduler
-from bytesched.task import CommTask
-from bytesched.transport import Done
 
 from ..routes.groups.group import Group
 from ..routes.groups.messages import Messages
 from ..routes.groups.waiter import Waiter
-
-__all__ = ["ExchangeTask", "Exchanges"]
 
 #: As long as less is on its way, the next exchange starts.
 _CREDIT_BYTES: Final = 1 << 20
@@ -35,8 +30,6 @@ _CREDIT_BYTES: Final = 1 << 20
 _LOOK_S: Final = 0.2
 #: Numbers that tell exchanges under way apart, on all ranks alike.
 _NUMBERS: Final = 1024
-
-
 #: Sizes are told apart up to multiples of this, a prime, so that tags have 31 bits.
 _SIZES: Final = 999_983
 
@@ -50,34 +43,24 @@ def _tag(index: int, nbytes: int) -> int:
     return (1 + nbytes % _SIZES) * 2 * _NUMBERS + _NUMBERS + index
 
 
-class ExchangeTask(CommTask):
-    """One exchange: rows to every rank, and rows from each.
+@dataclass(eq=False)
+class ExchangeTask:
+    """One exchange: rows to every rank, and rows from each."""
 
-    Args:
-        index: the same on all ranks.
-        sent: by rank, what each gets.
-        rows: by rank, memory for what each sends.
-        section: gradients wait until it ends, with the exchange.
-    """
+    name: str
+    #: the same on all ranks
+    index: int
+    #: by rank, what each gets
+    sent: Sequence[Tensor]
+    #: by rank, memory for what each sends
+    rows: Sequence[Tensor]
+    #: a store's chunks wait until it ends, with the exchange
+    section: urgency.Section | None
+    ended: threading.Event = field(default_factory=threading.Event)
+    error: BaseException | None = None
 
-    __slots__ = ("ended", "error", "rows", "section", "sent")
-
-    def __init__(
-        self,
-        name: str,
-        index: int,
-        sent: Sequence[Tensor],
-        rows: Sequence[Tensor],
-        section: urgency.Section | None,
-    ) -> None:
-        nbytes = max(sum(part.nbytes for part in sent), sum(part.nbytes for part in rows), 1)
-        super().__init__(name, start_at=0, stop_at=nbytes)
-        self.index = index
-        self.sent = sent
-        self.rows = rows
-        self.section = section
-        self.ended = threading.Event()
-        self.error: BaseException | None = None
+    def __post_init__(self) -> None:
+        self.nbytes = max(sum(part.nbytes for part in rows) for rows in (self.sent, self.rows))
 
 
 class Exchanges:
@@ -90,18 +73,14 @@ class Exchanges:
     def __init__(self, group: Group) -> None:
         self._group = group
         self._messages = Messages(group)
-        self._waiter = Waiter(self._messages, "bytesched-exchange")
+        self._waiter = Waiter(self._messages, "bytesched-exchange", self._fail)
+        #: guards all of the following
+        self._lock = threading.RLock()
         self._error: BaseException | None = None
-        #: exchanges that have not ended
+        #: exchanges that have not ended; those of them that have not started
         self._open: set[ExchangeTask] = set()
-        self._begun = 0
-        self._scheduler = Scheduler(
-            SchedulerCore(Leading(Fifo()), credit_bytes=_CREDIT_BYTES),
-            self,
-            on_finish=self._finished,
-            on_error=self._failed,
-            events=InTurn(),
-        )
+        self._waiting: deque[ExchangeTask] = deque()
+        self._started_bytes = self._begun = 0
 
     def begin(
         self,
@@ -114,45 +93,53 @@ class Exchanges:
 
         Raises an error of ours, of an earlier exchange.
         """
-        task = ExchangeTask(name, self._begun % _NUMBERS, sent, rows, section)
-        self._begun += 1
-        self._open.add(task)
-        if self._error is not None:
-            self._end(task)
-            raise self._error
-        task.notify_ready()
-        self._scheduler.notify_ready(task)
+        with self._lock:
+            task = ExchangeTask(name, self._begun % _NUMBERS, sent, rows, section)
+            self._begun += 1
+            if self._error is not None:
+                self._end(task)
+                raise self._error
+            self._open.add(task)
+            self._waiting.append(task)
+            self._start_next()
         return task
 
     def wait(self, task: ExchangeTask) -> None:
         """Returns when ``task`` has ended. Raises an error of ours."""
         deadline_s = monotonic() + self._group.timeout_s
         while not task.ended.wait(_LOOK_S):
-            if self._error is None and (lost := self._messages.lost()) is not None:
-                self._scheduler.fail(lost)
+            if (lost := self._messages.lost()) is not None:
+                self._fail(lost)
             if monotonic() > deadline_s:
-                self._scheduler.fail(
-                    self._group.error(RuntimeError("Timed out waiting"), task=task.name)
-                )
+                self._fail(self._group.error(RuntimeError("Timed out waiting"), task=task.name))
         if task.error is not None:
             raise task.error
 
     def close(self) -> None:
         """Ends the thread; what is under way fails. Idempotent."""
         self._waiter.stop()
-        if self._open:
-            self._group.abort()
-        self._scheduler.close()
-        # What fails from here on is not handled any more: nobody else ends it.
-        self._failed(self._error or SchedulerClosed("these exchanges are closed"))
+        with self._lock:
+            if self._open:
+                self._group.abort()
+            # What fails from here on is not handled any more: nobody else ends it.
+            self._fail(SchedulerClosed("these exchanges are closed"))
 
-    # -- see transport.Transport ----------------------------------------------------------
+    # -- with the lock -----------------------------------------------------------------
 
-    def start(self, task: CommTask, done: Done) -> None:
-        """Begins ``task``: first what it receives."""
-        assert isinstance(task, ExchangeTask)
+    def _start_next(self) -> None:
+        while self._waiting and self._started_bytes < _CREDIT_BYTES:
+            task = self._waiting.popleft()
+            try:
+                works = self._issued(task)
+            except Exception as error:  # noqa: BLE001 - it is raised where the exchange is awaited
+                self._fail(error)
+                return
+            self._started_bytes += task.nbytes
+            self._waiter.put(task.name, works, partial(self._ended, task))
+
+    def _issued(self, task: ExchangeTask) -> list[tuple[Any, int]]:
+        """The messages of ``task``: first what it receives."""
         group, mine = self._group, self._group.rank
-        # Closing takes them from the task.
         rows, sent = task.rows, task.sent
         # Each rank's neighbours first, so that not all send to one.
         others = [(mine + distance) % group.size for distance in range(1, group.size)]
@@ -169,19 +156,25 @@ class Exchanges:
         except RuntimeError as error:
             raise group.error(error, task=task.name) from error
         rows[mine].copy_(sent[mine])
-        self._waiter.put(task, works, done)
+        return works
 
-    def _finished(self, task: CommTask) -> None:
-        assert isinstance(task, ExchangeTask)
-        self._end(task)
-
-    def _failed(self, error: BaseException) -> None:
-        if not isinstance(error, SchedulerClosed):
-            self._group.abort()
-        self._error = error
-        for task in tuple(self._open):
-            task.error = error
+    def _ended(self, task: ExchangeTask) -> None:
+        """The messages of ``task`` have come. The waiter's thread, which has not the lock yet."""
+        with self._lock:
+            self._started_bytes -= task.nbytes
             self._end(task)
+            self._start_next()
+
+    def _fail(self, error: BaseException) -> None:
+        with self._lock:
+            if self._error is None:
+                self._error = error
+                if not isinstance(error, SchedulerClosed):
+                    self._group.abort()
+            self._waiting.clear()
+            for task in tuple(self._open):
+                task.error = self._error
+                self._end(task)
 
     def _end(self, task: ExchangeTask) -> None:
         self._open.discard(task)
@@ -192,4 +185,4 @@ class Exchanges:
         task.ended.set()
 
     def __repr__(self) -> str:
-        return f"<Exchanges {self._begun} begun, {len(self._open)} open, {self._scheduler!r}>"
+        return f"<Exchanges {self._begun} begun, {len(self._open)} open>"

@@ -30,19 +30,13 @@ from ..routes.groups.opening import kind_of, open_group
 from .counts import Form, Table
 from .messages import Exchanges
 
-__all__ = ["Layers", "Peers", "Transfer", "peers_of"]
 
-
+@dataclass(eq=False)
 class Transfer:
-    """Rows on their way in one direction; ``rows`` are complete after `wait`.
+    """Rows on their way in one direction; ``rows`` are complete after `wait`."""
 
-    Args:
-        end: waits for them, once.
-    """
-
-    def __init__(self, rows: Tensor, end: Callable[[], None]) -> None:
-        self.rows = rows
-        self._end: Callable[[], None] | None = end
+    rows: Tensor
+    _end: Callable[[], object] | None
 
     def wait(self) -> Tensor:
         """The rows, once they are all here. Raises TransportError."""
@@ -62,11 +56,7 @@ class Layers:
 
 
 class Peers:
-    """The ranks of one exchange, this one among them.
-
-    Args:
-        layers: of the same ranks; they outlive it.
-    """
+    """The ranks of one exchange, this one among them."""
 
     def __init__(self, group: Group, layers: Layers) -> None:
         self._group = group

@@ -6,8 +6,7 @@ NGra streams chunks of a graph (Ma et al., USENIX ATC 2019).
 
 from __future__ import annotations
 
-from .aggregation import aggregate
-from .layer import GraphConv
+from .layer import GraphConv, aggregate
 from .partition import Partition
 
 __all__ = ["GraphConv", "Partition", "aggregate"]

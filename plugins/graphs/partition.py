@@ -14,10 +14,7 @@ from bytesched.errors import MismatchError, PluginError
 
 from ..exchanges.counts import Form
 from ..exchanges.peers import Peers, peers_of
-from .matrices import by_rows, entries
-from .pieces import Halo, Piece, cut
-
-__all__ = ["Partition"]
+from .pieces import Halo, Piece, by_rows, cut, entries
 
 _DTYPES = (torch.float32, torch.float64)
 

@@ -7,14 +7,18 @@
 
 from __future__ import annotations
 
-from .checkpoint import full_state_dict
-from .clip import clip_grad_norm_
 from .exchange import exchange
-from .gates import DTSGate, TopKGate
-from .gradients import data_parallel, reduce_expert_gradients
-from .grid import Grid, expert_groups, own_experts
+from .gates import DTSGate, Temperature, TopKGate
+from .gradients import (
+    Grid,
+    clip_grad_norm_,
+    data_parallel,
+    expert_groups,
+    full_state_dict,
+    own_experts,
+    reduce_expert_gradients,
+)
 from .layer import MoE
-from .schedule import Temperature
 
 __all__ = [
     "DTSGate",

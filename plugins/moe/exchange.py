@@ -1,4 +1,4 @@
-"""An all-to-all that gradients go through, begun in one place and awaited in another.
+"""An all-to-all that gradients go through, begun in one place and awaited in another; in pieces.
 
 Two nodes of autograd make one exchange: `begin` starts it, `finish` awaits it, and what is computed
 between them overlaps. Backwards their parts are swapped: the gradient starts at `finish` and is
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -21,8 +22,6 @@ from bytesched.errors import PluginError
 
 from ..exchanges.counts import Form
 from ..exchanges.peers import Peers, Transfer, peers_of
-
-__all__ = ["Exchange", "begin", "exchange", "finish"]
 
 
 @dataclass(eq=False)
@@ -131,3 +130,39 @@ def exchange(
     table.check_sizes()
     one = Exchange(peers, send, receive, "moe exchange")
     return finish(begin(x, one), one)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Part ``part`` of ``parts`` of the tokens of ``experts``, which every rank has as many of."""
+
+    experts: range
+    part: int = 0
+    parts: int = 1
+
+    def of(self, count: int) -> range:
+        """Which of an expert's ``count`` tokens from one rank belong to this piece."""
+        return range(count * self.part // self.parts, count * (self.part + 1) // self.parts)
+
+
+def number_of_pieces(sent_bytes: Sequence[int], piece_bytes: int, most: int) -> int:
+    """One for each ``piece_bytes`` of what the busiest rank sends; at least 1, at most ``most``."""
+    return min(max(1, -(-max(sent_bytes) // piece_bytes)), most)
+
+
+def cut(experts: int, pieces: int) -> list[Piece]:
+    """At most ``pieces`` pieces that together are all tokens of a rank's ``experts``.
+
+    While there are at least as many experts as pieces, each expert computes once, on all its
+    tokens, and gradients have the bits of an exchange in one piece. With more pieces, an expert
+    computes several times on slices, all experts alike.
+    """
+    if pieces <= experts:
+        bounds = [experts * piece // pieces for piece in range(pieces + 1)]
+        return [Piece(range(begin, end)) for begin, end in pairwise(bounds)]
+    parts = pieces // experts
+    return [
+        Piece(range(expert, expert + 1), part, parts)
+        for expert in range(experts)
+        for part in range(parts)
+    ]

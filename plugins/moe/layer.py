@@ -15,11 +15,8 @@ from bytesched.errors import ConfigError, PluginError
 
 from ..exchanges.counts import Form, Table
 from ..exchanges.peers import Peers, peers_of
-from .exchange import Exchange, begin, finish
+from .exchange import Exchange, Piece, begin, cut, finish, number_of_pieces
 from .gates import DTSGate, Routing, TopKGate
-from .pieces import Piece, cut, number_of_pieces
-
-__all__ = ["MoE"]
 
 
 class MoE(nn.Module):
@@ -179,11 +176,7 @@ class MoE(nn.Module):
 
 
 def _in_pieces(
-    layer: MoE,
-    peers: Peers,
-    rows: Tensor,
-    table: Table,
-    pieces: Sequence[Piece],
+    layer: MoE, peers: Peers, rows: Tensor, table: Table, pieces: Sequence[Piece]
 ) -> Tensor:
     """What all ranks' experts make of ``rows``; the table's counts are by rank and expert."""
     experts, own, counts = layer.experts, len(layer.experts), table.counts

@@ -1,5 +1,5 @@
 """Pipelines of torch: schedules whose stages are replicated, and their gradients reduced."""
 
-from .loading import ordered_schedule
+from .orders import ordered_schedule
 
 __all__ = ["ordered_schedule"]

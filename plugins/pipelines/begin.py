@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import sys
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from bytesched.config import Config
 from bytesched.errors import PluginError, in_one_line
@@ -19,21 +21,17 @@ from ..c10d.entry import Entry
 from ..c10d.hooked import setting_of
 from ..c10d.joining import joining
 from ..c10d.planning import refuse_halves
-from ..planned import beginning
-from ..planned.beginning import add_optimizer, slots_of, stays_plain
+from ..planned.beginning import add_optimizer, slots_of, stays_plain, why_whole
 from ..planned.bundles import Slot
 from ..planned.hooked_session import HookedSession
 from ..planned.wire import GroupWire
 from ..registry import sessions
 from ..routes.groups.opening import kind_of
-from ..update.delegation import stepping_optimizer
+from ..update.genuine import stepping_optimizer
 from ..warmup.agree import statements
-from .parted import why_parted
 from .reducing import StageReductions, take_from_ddp
 from .replicas import RollCall, named_replicas
 from .root import StageModules
-
-__all__ = ["begin", "decline"]
 
 log = logging.getLogger("bytesched")
 
@@ -56,7 +54,8 @@ def begin(
     known = [other for other in sessions(root) if isinstance(other, HookedSession)]
     if known:
         optimizer = stepping_optimizer(optimizer)
-        add_optimizer(known[0], optimizer, type(optimizer), _why_whole(optimizer, root, config))
+        kind = type(optimizer)
+        add_optimizer(known[0], optimizer, kind, why_whole(root, optimizer, kind, config))
         return known[0]
     ddps = root.ddps()
     named = named_replicas(root, groups)
@@ -96,7 +95,7 @@ def begin(
         if ours is not None:
             # Ranks that act in other orders would wait for each other for ever.
             ours.agree(root.schedule.statements(), config.timeout_s)
-        why = _why_whole(optimizer, root, config)
+        why = why_whole(root, optimizer, type(optimizer), config)
         session = _attach(optimizer, root, config, entry, is_named=named is not None)
         try:
             add_optimizer(session, optimizer, type(optimizer), why)
@@ -201,10 +200,6 @@ def _called(root: StageModules, refusal: PluginError | None, timeout_s: float) -
     return call.replicas(root, timeout_s)
 
 
-def _why_whole(optimizer: torch.optim.Optimizer, root: StageModules, config: Config) -> str:
-    return beginning.why_whole(root, optimizer, type(optimizer), config)
-
-
 def _skipped(root: StageModules, rank: int) -> str:
     stages = ", ".join(str(stage.stage_index) for stage in root.schedule.stages)
     return (
@@ -212,3 +207,31 @@ def _skipped(root: StageModules, rank: int) -> str:
         "computes weight gradients apart from input gradients, where DDP's hooks are not called: "
         "it reduces none of them and says nothing (pytorch issue 144530)"
     )
+
+
+_TENSORS: Final = "torch.distributed.tensor"
+_FSDP: Final = "torch.distributed.fsdp"
+
+
+def why_parted(root: nn.Module) -> str:
+    """Which of its parameters this rank has only a part of; empty if it has all of each.
+
+    Looked for by the modules of torch that are imported: without them there are none.
+    """
+    sharded = _classes(_FSDP, "FullyShardedDataParallel", "FSDPModule")
+    for name, module in root.named_modules():
+        if isinstance(module, sharded):
+            return f"{name} is sharded by FSDP, which reduces gradients itself"
+    parts = _classes(_TENSORS, "DTensor")
+    for name, parameter in root.named_parameters():
+        if isinstance(parameter, parts):
+            return (
+                f"{name} is a DTensor, of which each rank has a part: only plain parameters of "
+                "stages are averaged"
+            )
+    return ""
+
+
+def _classes(module: str, *names: str) -> tuple[type, ...]:
+    found = (getattr(sys.modules.get(module), name, None) for name in names)
+    return tuple(kind for kind in found if isinstance(kind, type))

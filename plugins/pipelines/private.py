@@ -17,17 +17,6 @@ import torch.distributed as dist
 
 from bytesched.errors import PluginError
 
-__all__ = [
-    "SCHEDULES",
-    "TRIED",
-    "base_class",
-    "probe_schedule",
-    "runtime",
-    "schedule_class",
-    "skip_self_sends",
-    "stages_of",
-]
-
 log = logging.getLogger("bytesched")
 
 SCHEDULES: Final = "torch.distributed.pipelining.schedules"

@@ -17,24 +17,14 @@ from ..c10d.entry import Entry
 from ..c10d.shell import take_over
 from ..planned.hooked_session import HookedSession
 from .private import skip_self_sends
-from .root import StageModules
-from .schedules import Schedule
-
-__all__ = ["StageReductions", "take_from_ddp"]
+from .root import Schedule, StageModules
 
 #: in what Gloo says of a connection whose other side has ended
 _LOST: Final = ("closed by peer", "reset by peer", "Broken pipe")
 
 
 class StageReductions:
-    """Gradients of stages become a session's when their schedule has completed them.
-
-    Args:
-        root: the stages.
-        parameters: those of theirs that are reduced.
-        rank: that of this process, for errors.
-        timeout_s: how long the other ranks are waited for where all of them compare.
-    """
+    """Gradients of stages become a session's when their schedule has completed them."""
 
     def __init__(
         self,
@@ -191,12 +181,7 @@ class StageReductions:
 
 
 class _StageParameters:
-    """What of a stage is reduced.
-
-    Args:
-        module: what the stage runs, or a DDP around it.
-        reduced: the ids of all parameters that are.
-    """
+    """What of a stage is reduced."""
 
     def __init__(
         self, weak_stage: weakref.ref[Any], module: nn.Module, reduced: Collection[int]

@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import json
-import time
-from typing import Any, Final
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from bytesched.errors import MismatchError, PluginError, SchedulerTimeout
 
-from ..layout.digest import digest_of
+from ..layout import digest_of
+from ..routes.groups.keys import await_keys
 from ..routes.groups.opening import store_of
 from ..warmup.agree import disagreement
 from .root import StageModules
-
-__all__ = ["RollCall", "named_replicas"]
-
-_SHORTEST_NAP_S: Final = 1e-3
-_LONGEST_NAP_S: Final = 0.05
 
 
 def named_replicas(root: StageModules, groups: Any) -> dist.ProcessGroup | None:
@@ -89,7 +84,16 @@ class RollCall:
                 "values": digest_of(root.parameters()),
             }
         )
-        self._wait_for_all(timeout_s)
+        try:
+            await_keys(self._said, [*map(str, range(self._size))], timeout_s, lambda: None)
+        except dist.DistStoreError:
+            silent = [r for r in range(self._size) if not self._said.check([str(r)])]
+            raise SchedulerTimeout(
+                f"rank {_text(silent)} did not say within {timeout_s:g} s which stages it "
+                "has: every rank of the job is to wrap its schedule, or name its replicas "
+                "(groups=GROUP)",
+                rank=self._rank,
+            ) from None
         said = [json.loads(self._said.get(str(rank))) for rank in range(self._size)]
         _refuse_disagreement(said, self._rank)
         keys = [tuple(each["stages"][1]) for each in said]
@@ -106,21 +110,6 @@ class RollCall:
 
     def _say(self, what: dict[str, Any]) -> None:
         self._said.set(str(self._rank), json.dumps(what))
-        self._said.add("count", 1)
-
-    def _wait_for_all(self, timeout_s: float) -> None:
-        began_s, nap_s = time.monotonic(), _SHORTEST_NAP_S
-        while self._said.add("count", 0) < self._size:
-            if time.monotonic() - began_s > timeout_s:
-                silent = [r for r in range(self._size) if not self._said.check([str(r)])]
-                raise SchedulerTimeout(
-                    f"rank {_text(silent)} did not say within {timeout_s:g} s which stages it "
-                    "has: every rank of the job is to wrap its schedule, or name its replicas "
-                    "(groups=GROUP)",
-                    rank=self._rank,
-                )
-            time.sleep(nap_s)
-            nap_s = min(2 * nap_s, _LONGEST_NAP_S)
 
 
 def _refuse_disagreement(said: list[dict[str, Any]], seen_by: int) -> None:

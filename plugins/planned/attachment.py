@@ -12,8 +12,6 @@ from torch.nn.parallel import DistributedDataParallel
 from .reducer import hook, renew
 from .reducer_source import ReducerSource
 
-__all__ = ["Attachment", "Give"]
-
 log = logging.getLogger("bytesched")
 
 #: gives a DDP something, and returns what takes it off
@@ -45,7 +43,7 @@ class Attachment:
         self.is_renewal_due = bucket_bytes > 0
         #: that gradients have moved
         self._is_said = False
-        self._give: Give = _nothing_to_give
+        self._give: Give = lambda ddp: _nothing
         self._take_off: Callable[[], None] = _nothing
         #: takes off all but the hook of the reducer
         self.close = hook(ddp, source, stand_aside)
@@ -93,7 +91,3 @@ class Attachment:
 
 def _nothing() -> None:
     pass
-
-
-def _nothing_to_give(ddp: DistributedDataParallel) -> Callable[[], None]:
-    return _nothing

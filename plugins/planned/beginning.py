@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Container
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -15,16 +15,10 @@ from bytesched.errors import PluginError
 from ..left import leave
 from ..proxies.compiling import exclude_compiler, has_compiled
 from ..update.separable import why_not_deferred
-
-__all__ = ["add_optimizer", "slots_of", "stays_plain", "why_whole"]
+from .bundles import Slot
+from .session import PlannedSession
 
 log = logging.getLogger("bytesched")
-
-
-class Slot(Protocol):
-    """A parameter that is reduced."""
-
-    parameter: nn.Parameter
 
 
 SlotT = TypeVar("SlotT", bound=Slot)
@@ -95,20 +89,11 @@ def why_whole(
     return why_not_deferred(optimizer, kind)
 
 
-class Stepped(Protocol):
-    """A session, as far as its optimizers are concerned."""
-
-    def steps_whole(self, why: str) -> None:
-        """No step can cross the barrier, for the reason ``why``, which ``stats()`` shows."""
-
-    def add_optimizer(
-        self, optimizer: torch.optim.Optimizer, kind: type[torch.optim.Optimizer], *, cross: bool
-    ) -> None:
-        """Updates of ``optimizer`` are deferred from now on, if it may cross the barrier."""
-
-
 def add_optimizer(
-    session: Stepped, optimizer: torch.optim.Optimizer, kind: type[torch.optim.Optimizer], why: str
+    session: PlannedSession,
+    optimizer: torch.optim.Optimizer,
+    kind: type[torch.optim.Optimizer],
+    why: str,
 ) -> None:
     """Updates of ``optimizer`` cross the barrier from now on, unless there is a reason ``why`` not.
 

@@ -10,13 +10,11 @@ from weakref import ref
 import torch
 from torch import nn
 
-from ..layout.memory import shaped
+from ..layout import shaped
 from ..proxies.pending_grads import PendingGrad, make_plain
 from ..update.surroundings import unseen
 from .cutting import Cutter
 from .wire import Summing
-
-__all__ = ["ALONE", "Bucket", "Change", "Chunk", "Member", "Sent", "Sums", "make_changes", "uses"]
 
 
 def uses(tensor: torch.Tensor) -> int:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence, Set
+from collections.abc import Callable, Container, Iterable, Sequence, Set
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Any, Final, Protocol
+from typing import Any, Final, TypeAlias
 
 import torch
 from torch import nn
 
 from .buckets import ALONE, Member, Sent
-
-__all__ = ["Bundle", "BundleState", "Debt", "Slot", "bundled"]
 
 #: An optimizer call costs 0.2 to 0.5 ms, so a model has about a dozen.
 _COUNT: Final = 12
@@ -112,11 +110,8 @@ class Slot:
         return f"<Slot {self.name!r}>"
 
 
-class Update(Protocol):
-    """What updates parameters, or puts in them what was updated elsewhere."""
-
-    def update(self, groups: Sequence[tuple[dict[str, Any], Sequence[Slot]]]) -> None:
-        """Updates the slots of each group under its hyper-parameters."""
+#: Updates the slots of each group under its hyper-parameters, or puts in them what was elsewhere.
+Update: TypeAlias = Callable[[Sequence[tuple[dict[str, Any], Sequence[Slot]]]], None]
 
 
 @dataclass(frozen=True, eq=False)

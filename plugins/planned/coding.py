@@ -14,8 +14,6 @@ import torch
 from ..update.surroundings import unseen
 from .buckets import Sent
 
-__all__ = ["DTYPES", "Coding", "coding_of"]
-
 #: what floating-point gradients travel in, by the setting
 DTYPES: Final = {"bf16": torch.bfloat16, "fp16": torch.float16}
 

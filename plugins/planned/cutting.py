@@ -9,7 +9,7 @@ from typing import Final, TypeAlias
 
 import torch
 
-from .dealing import Way
+from .owners import Way
 
 __all__ = ["Cut", "Cutter", "cut_dealt", "cut_whole"]
 

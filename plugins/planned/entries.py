@@ -11,8 +11,6 @@ from .buckets import Bucket, Member
 from .bundles import Slot
 from .partition import Partition
 
-__all__ = ["Entry", "Filling", "grouped"]
-
 
 class Entry:
     """One parameter, whose gradient is awaited in every round, and what it has in a bucket."""

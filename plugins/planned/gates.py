@@ -15,8 +15,6 @@ from ..proxies.hooks import StayingForwardHook, StayingHook, gate
 from .bundles import Bundle, BundleState, Slot
 from .updates import Updates
 
-__all__ = ["Forward", "Gates"]
-
 
 class Forward(Protocol):
     """What is told of forward passes that may be trained on."""
@@ -94,7 +92,7 @@ class Gates:
             self._unhook_end()
         self._updates.bundle(first_use.units())
         slots = {id(slot.parameter): slot for slot in self._slots}
-        for module, name, parameters in first_use.gates(lambda parameter: True):
+        for module, name, parameters in first_use.gates():
             behind = {slots[id(parameter)].bundle: None for parameter in parameters}
             bundles = sorted(behind, key=lambda bundle: bundle.number)
             self._hooks.append(gate(module, self._gate(bundles, name), self._inside_compiled))

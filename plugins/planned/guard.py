@@ -22,8 +22,6 @@ from bytesched.verdict import MOST_TURNS, Comparison, Verdict, compared
 from .clocks import Clock
 from .wire import Wire
 
-__all__ = ["Guard", "collectives_of"]
-
 #: iterations of a block that count
 _COUNTED: Final = 8
 #: rounds before the first block: by then there is a plan; and before a block after another one

@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import zip_longest
-from time import perf_counter_ns
 from typing import Any, Final, TypeAlias
 
 import torch
@@ -23,17 +22,55 @@ from bytesched.observe import Observers
 
 from ..figures.meter import Meter
 from .buckets import Chunk
-from .pairs import Pair
 from .questions import Questions
-from .spans import Spans
+from .spans import Carried
 from .wire import Exchanging
-
-__all__ = ["Halves"]
 
 #: how many buckets a chunk waits for one of the other owner: alone it leaves one direction idle
 _PATIENCE: Final = 4
 
 _Queue: TypeAlias = deque[tuple[int, Chunk]]
+
+
+class _Pair:
+    """What this rank sums, and what the other one does; one of them may be missing."""
+
+    def __init__(self, own: Chunk | None, other: Chunk | None) -> None:
+        self._own = own
+        self._other = other
+        first = own or other
+        assert first is not None
+        #: after which it is named: the same on both ranks in number, not in name
+        self.first = first
+        self._received: torch.Tensor | None = None
+
+    def begin_sum(self, wire: Exchanging) -> Any:
+        """Begins to send what the other rank sums, and to take what this one does."""
+        self._received = torch.empty_like(self._memory(self._own))
+        return wire.exchange(self._received, self._memory(self._other))
+
+    def add(self) -> None:
+        """Adds up what has come."""
+        if self._own is not None and self._received is not None:
+            # In whatever order: of two numbers it is one sum.
+            with torch.no_grad():
+                self._own.sent.add_(self._received)
+        self._received = None
+
+    def begin_return(self, wire: Exchanging) -> Any:
+        """Begins to send what this rank has summed, and to take what the other one has."""
+        work = wire.exchange(self._memory(self._other), self._memory(self._own))
+        for chunk in (self._own, self._other):
+            if chunk is not None:
+                chunk.work = work
+        return work
+
+    def _memory(self, chunk: Chunk | None) -> torch.Tensor:
+        # Not over the memory of a bucket, whose uses are counted.
+        return torch.empty(0, dtype=self.first.sent.dtype) if chunk is None else chunk.sent
+
+    def __repr__(self) -> str:
+        return f"<Pair of {self._own} and {self._other}>"
 
 
 class Halves:
@@ -46,7 +83,6 @@ class Halves:
     def __init__(self, wire: Exchanging, meter: Meter, observers: Observers) -> None:
         self._wire = wire
         self._meter = meter
-        self._observers = observers
         self.questions = Questions(wire.rank, self._common_numbers)
         self._lock = threading.Lock()
         #: of this round
@@ -65,7 +101,7 @@ class Halves:
         self._numbers: torch.Tensor | None = None
         self._telling: Any = None
         self._error: Exception | None = None
-        self.spans = Spans()
+        self.carried = Carried(observers)
 
     def round_begins(self) -> None:
         """Nothing of the last round is under way."""
@@ -73,7 +109,7 @@ class Halves:
         self._left = 1
         self._is_handed_on.clear()
         self._numbers = self._error = None
-        self.spans = Spans()
+        self.carried.round_begins()
         self.questions.round_begins()
 
     def start(self, chunks: Sequence[Chunk]) -> None:
@@ -101,23 +137,21 @@ class Halves:
                 pair = self._pair([one.popleft()[1] if one else None for one in waiting])
                 self._begin_sum(pair.first, partial(pair.begin_sum, self._wire), pair.add)
 
-    def _pair(self, by_owner: Sequence[Chunk | None]) -> Pair:
-        return Pair(by_owner[self._wire.rank], by_owner[1 - self._wire.rank])
+    def _pair(self, by_owner: Sequence[Chunk | None]) -> _Pair:
+        return _Pair(by_owner[self._wire.rank], by_owner[1 - self._wire.rank])
 
     def _begin_sum(self, chunk: Chunk, begin: Callable[[], Any], ended: Callable[[], None]) -> Any:
         with self._lock:
             self._left += 1
-        self.spans.begin(chunk.index, perf_counter_ns())
-        work = begin()
+        work = self.carried.begin(begin(), chunk.name, chunk.sent.nbytes, chunk.index)
         self._summing.append((work, chunk.name))
-        work.get_future().add_done_callback(partial(self._summed, self.spans, chunk, ended))
+        work.get_future().add_done_callback(partial(self._summed, ended))
         return work
 
     # -- in a thread of the carrier, mostly --------------------------------------------
 
-    def _summed(self, spans: Spans, chunk: Chunk, ended: Callable[[], None], future: Any) -> None:
-        """A first half has ended, which is named after ``chunk``."""
-        self._note(spans, chunk, chunk.index)
+    def _summed(self, ended: Callable[[], None], future: Any) -> None:
+        """A first half has ended."""
         try:
             # Whoever waits for it is told of an error; the second half never begins then.
             future.wait()
@@ -154,23 +188,10 @@ class Halves:
             chunks = [chunk for chunk in reversed(self._chunks) if chunk.sent.dtype == kind]
             by_owner = ([c for c in chunks if c.owner == owner] for owner in (0, 1))
             for pair in map(self._pair, zip_longest(*by_owner)):
-                self.spans.begin(~pair.first.index, perf_counter_ns())
-                work = pair.begin_return(self._wire)
-                work.get_future().add_done_callback(partial(self._returned, self.spans, pair.first))
+                chunk, work = pair.first, pair.begin_return(self._wire)
+                self.carried.begin(work, chunk.name, chunk.sent.nbytes, ~chunk.index)
         # What has ended keeps the memory of what came.
         self._summing = []
-
-    def _returned(self, spans: Spans, chunk: Chunk, future: Any) -> None:
-        self._note(spans, chunk, ~chunk.index)
-
-    def _note(self, spans: Spans, chunk: Chunk, number: int) -> None:
-        """The end of what was under way under ``number``."""
-        now_ns = perf_counter_ns()
-        spans.end(number, now_ns)
-        if self._observers.are_any:
-            args = {"bytes": chunk.sent.nbytes, "chunk": chunk.index}
-            began_ns = spans.began_ns[number]
-            self._observers.on_span("send", chunk.name, began_ns, now_ns, args)
 
     # -- waits -------------------------------------------------------------------------
 

@@ -24,7 +24,7 @@ from bytesched.observe import Observers
 
 from .buckets import Bucket, Chunk
 from .clocks import Clock
-from .dealing import Gradient
+from .owners import Gradient
 from .spans import Spans
 from .wire import Wire
 

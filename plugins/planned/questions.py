@@ -15,20 +15,21 @@ from typing import Any, Final
 import torch
 
 from ..proxies.pending_grads import PendingGrad
-from ..queries.operations import (
+from ..queries import (
     ASKING,
     ELEMENTWISE,
     ELEMENTWISE_OF_ALL,
-    NORMS,
     NORMS_OF_ALL,
-    REDUCTIONS,
     UNSCALE,
+    are_plain,
+    digest,
+    is_of_whole_tensor,
+    kept,
+    question_of,
+    unscaling,
 )
-from ..queries.questions import are_plain, digest, is_of_whole_tensor, kept, question_of, unscaling
 from ..update.surroundings import Surroundings, unseen
 from .buckets import Change, Chunk, Member
-
-__all__ = ["Measure", "Question", "Questions", "asked_of"]
 
 #: How many questions of a round are foreseen: finite after a loss was scaled, and a norm; two more.
 _MOST: Final = 4
@@ -118,42 +119,33 @@ class Questions:
         """What ``func`` returns for gradients that have not come; or NotImplemented."""
         if func not in ASKING:
             return NotImplemented
-        if func in NORMS or func in REDUCTIONS:
-            return self._norm(func, args, kwargs)
-        if func in NORMS_OF_ALL:
-            return self._norms(func, args, kwargs)
         if func in ELEMENTWISE or func in ELEMENTWISE_OF_ALL:
             return self._change(func, args, kwargs)
-        return self._unscale(args, kwargs)
+        return self._unscale(args, kwargs) if func is UNSCALE else self._norm(func, args, kwargs)
 
     # -- numbers -----------------------------------------------------------------------
 
     def _norm(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         members = asked_of(args)
-        if not members or not is_of_whole_tensor(func, args[1:], kwargs):
-            return NotImplemented
-
         # What is kept of it keeps no gradient.
         others = args[1:]
+        is_of_all = func in NORMS_OF_ALL
+        if is_of_all:
+            can_ask = are_plain([*others, *kwargs.values()])
+        else:
+            can_ask = is_of_whole_tensor(func, others, kwargs)
+        if not members or not can_ask:
+            return NotImplemented
 
         def measure(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
+            if is_of_all:
+                return list(func(gradients, *others, **kwargs))
             return [func(gradient, *others, **kwargs) for gradient in gradients]
 
         numbers = self._ask(func, others, kwargs, measure, members)
-        return NotImplemented if numbers is None else numbers[0]
-
-    def _norms(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        members = asked_of(args)
-        if not members or not are_plain([*args[1:], *kwargs.values()]):
+        if numbers is None:
             return NotImplemented
-
-        others = args[1:]
-
-        def measure(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
-            return list(func(gradients, *others, **kwargs))
-
-        numbers = self._ask(func, others, kwargs, measure, members)
-        return NotImplemented if numbers is None else numbers
+        return numbers if is_of_all else numbers[0]
 
     def _ask(
         self,

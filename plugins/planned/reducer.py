@@ -17,19 +17,6 @@ from bytesched.errors import PluginError
 
 from .reducer_source import ReducerSource
 
-__all__ = [
-    "check_finalized",
-    "hook",
-    "is_joining",
-    "is_manual",
-    "keep_local",
-    "reduced_by",
-    "refuse_effective_join",
-    "renew",
-    "requiring_gradients",
-    "why_not_renewed",
-]
-
 
 def reduced_by(ddp: DistributedDataParallel) -> list[nn.Parameter]:
     """The parameters that ``ddp`` reduces: those that did require a gradient when it was made."""

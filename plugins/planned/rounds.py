@@ -16,16 +16,15 @@ from bytesched.tunable import Setting
 from ..dependency.failures import Failures
 from ..figures.meter import Meter
 from ..proxies.pending_grads import PendingGrad
-from ..queries.operations import ASKING
+from ..queries import ASKING
 from ..warmup.retuning import Traffic
 from .buckets import Bucket, Chunk, Member
 from .bundles import Slot
 from .clocks import Clock
 from .coding import coding_of
 from .cutting import cut_dealt
-from .dealing import dealt
 from .halves import Halves
-from .owners import late_ones
+from .owners import dealt, late_ones
 from .planning import Planning, first_gates
 from .questions import Questions, asked_of
 from .sending import Sending
@@ -396,8 +395,8 @@ class Rounds:
                 self._round_busy_ns = self.owners.busy_ns or self._round_busy_ns
             elif halves is None:
                 self._round_busy_ns = self.planning.busy_ns
-            elif halves.spans.is_complete:
-                self._round_busy_ns = halves.spans.busy_ns()
+            elif halves.carried.spans.is_complete:
+                self._round_busy_ns = halves.carried.spans.busy_ns()
 
     def _busy_ns(self) -> int:
         """For how long something has been under way, as far as rounds were measured."""

@@ -10,11 +10,11 @@ from bytesched.share.turn import HELD, released
 
 from ..dependency.failures import Failures
 from ..figures.meter import Meter
-from ..proxies.spans import span
 from .buckets import Bucket, Chunk, Sent
 from .coding import Coding
 from .halves import Halves
 from .planning import Planning
+from .spans import span
 from .streams import Streams
 from .wire import HOST, Wire
 

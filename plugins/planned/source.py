@@ -16,8 +16,6 @@ from torch import nn
 from .buckets import ALONE, Bucket, Chunk, Member, uses
 from .cutting import Cutter
 
-__all__ = ["Listener", "MakeSource", "Phase", "Source"]
-
 
 class Phase(Enum):
     """How far a round is."""

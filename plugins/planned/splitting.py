@@ -10,8 +10,6 @@ import torch
 from .buckets import Bucket, Member
 from .wire import Wire
 
-__all__ = ["Splitting"]
-
 #: the round of the first vote, when the ranks know how long all of it takes; then 8, 16, …
 _FIRST: Final = 4
 #: rounds from which on they vote at equal distances

@@ -11,8 +11,6 @@ from bytesched.errors import PluginError
 
 from .buckets import Chunk
 
-__all__ = ["Streams", "refuse_capture"]
-
 
 def refuse_capture() -> None:
     """Raises `PluginError` while a CUDA graph is being captured."""

@@ -22,8 +22,6 @@ from .clocks import Clock
 from .rounds import Rounds
 from .wire import Wire
 
-__all__ = ["Tuned"]
-
 _KNOBS: Final = frozenset({"partition_bytes", "credit_bytes", "policy"})
 _HOST_BYTES: Final = 6
 

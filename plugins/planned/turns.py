@@ -18,8 +18,6 @@ from bytesched.share.turn import HELD, Turn
 
 from ..proxies.hooks import StayingForwardHook, gate
 
-__all__ = ["ModelTurns", "open_turns"]
-
 #: of this process: models on one device have one turn
 _turns: weakref.WeakValueDictionary[Path, Turn] = weakref.WeakValueDictionary()
 

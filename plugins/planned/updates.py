@@ -13,21 +13,18 @@ from torch import nn
 
 from bytesched.errors import PluginError, SchedulerTimeout
 
-from ..dependency.failures import Failures
-from ..dependency.forked import refuse
+from ..dependency.failures import Failures, refuse
 from ..figures.meter import Meter
 from ..proxies.compiling import waiting
 from ..proxies.pending import PendingParameter, hold_all, release_all, synchronize_now
 from ..proxies.pending_grads import PendingGrad
-from ..proxies.spans import span
 from ..update.deferred import Deferred
-from ..update.frozen import snapshot
 from ..update.stepping import why_now
+from ..update.surroundings import snapshot
 from .buckets import Member, Sent, make_changes
-from .bundles import Bundle, BundleState, Debt, Slot, bundled
+from .bundles import Bundle, BundleState, Debt, Slot, Update, bundled
 from .sending import Sending
-
-__all__ = ["Updates"]
+from .spans import span
 
 _FREE: Final = BundleState.FREE
 _NO_GRADIENT: Final = type(None)
@@ -195,7 +192,7 @@ class Updates:
                 # As the update would: a graph that has saved the old values raises.
                 _increment_versions([slot.parameter for slot in debt.slots])
             bundle = debt.slots[0].bundle
-            needed = _needs_of(debt.slots)
+            needed = {sent: None for slot in debt.slots for sent in slot.awaits or ()}
             bundle.chunks.update(needed)
             chunks.update(needed)
             bundle.debts.append(debt)
@@ -263,8 +260,12 @@ class Updates:
             with span("bytesched::update"), self._sending.alone():
                 slots = {slot: None for debt in debts for slot in debt.slots}
                 make_changes([slot.member for slot in slots if slot.member is not None])
-                for by, groups in _calls(debts):
-                    by.update(groups)
+                #: each step by itself, with all of its groups
+                calls: dict[Update, list[tuple[dict[str, Any], list[Slot]]]] = {}
+                for debt in debts:
+                    calls.setdefault(debt.by, []).append((debt.hyperparameters, debt.slots))
+                for by, groups in calls.items():
+                    by(groups)
         except BaseException as error:
             # What was updated and what was not is not known any more.
             self._failures.fail(error, is_raised=True)
@@ -322,21 +323,3 @@ def _increment_versions(parameters: list[nn.Parameter]) -> None:
     # Older ones take one.
     for parameter in parameters:
         increment(parameter)
-
-
-def _needs_of(slots: Iterable[Slot]) -> dict[Sent, None]:
-    """What updates of ``slots`` read."""
-    needed: dict[Sent, None] = {}
-    for slot in slots:
-        needed.update(dict.fromkeys(slot.awaits or ()))
-    return needed
-
-
-def _calls(
-    debts: Sequence[Debt],
-) -> list[tuple[Any, list[tuple[dict[str, Any], list[Slot]]]]]:
-    """What is to be called for ``debts``: each step by itself, with all of its groups."""
-    calls: dict[int, tuple[Any, list[tuple[dict[str, Any], list[Slot]]]]] = {}
-    for debt in debts:
-        calls.setdefault(id(debt.by), (debt.by, []))[1].append((debt.hyperparameters, debt.slots))
-    return list(calls.values())

@@ -12,8 +12,6 @@ from bytesched.errors import SchedulerTimeout
 from ..routes.groups.group import Group
 from ..routes.levels.sums import TwoLevelSums
 
-__all__ = ["HOST", "Exchanging", "GroupWire", "LoneWire", "Summing", "Wire"]
-
 #: where there are no streams
 HOST: Final = -1
 

@@ -15,8 +15,6 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["exclude_compiler", "has_compiled", "is_compiled", "updating", "waiting"]
-
 _POLL_S = 0.001
 
 #: torch's own lock, held from before a compilation raises its flag until after it is down

@@ -17,10 +17,7 @@ from torch import nn
 
 from ..registry import sessions
 from .pending import PendingParameter
-from .pending_grads import PendingGrad
-from .ready import ready
-
-__all__ = ["guard_entries"]
+from .pending_grads import PendingGrad, ready
 
 #: where they are found, by module and class
 _ENTRIES: dict[str, str] = {

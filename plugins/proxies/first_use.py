@@ -8,7 +8,7 @@ the nearest module around the parameter that is really called.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,9 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from .compiling import is_compiled
 from .hooks import StayingHook
-from .pending import hold, release, release_held
-
-__all__ = ["FirstUse"]
+from .pending import hold, is_held, release
 
 
 class FirstUse:
@@ -77,9 +75,9 @@ class FirstUse:
 
     def end(self) -> None:
         """The forward pass is over (or failed)."""
-        if not self._handles:
-            return
-        release_held(self._parameters.values())
+        for parameter in self._parameters.values() if self._handles else ():
+            if is_held(parameter):
+                release(parameter)
 
     def close(self) -> None:
         """Takes the hooks off."""
@@ -130,12 +128,10 @@ class FirstUse:
             units[-1].append(index)
         return units
 
-    def gates(
-        self, used: Callable[[nn.Parameter], bool]
-    ) -> Iterator[tuple[nn.Module, str, list[nn.Parameter]]]:
+    def gates(self) -> Iterator[tuple[nn.Module, str, list[nn.Parameter]]]:
         """Each module that must wait when it is called, its name, and what it waits for.
 
-        The owner waits. If it was not called although the parameter is used (a ParameterList,
+        The owner waits. If it was not called (a ParameterList,
         the out_proj of MultiheadAttention), its nearest called ancestor waits as well.
         """
         waits: dict[int, dict[int, nn.Parameter]] = {}
@@ -143,9 +139,8 @@ class FirstUse:
             for owner in self._owners.get(key, ()):
                 if owner not in self._compiled:
                     waits.setdefault(owner, {})[key] = parameter
-            if used(parameter):
-                for guardian in self._guardians(key):
-                    waits.setdefault(guardian, {})[key] = parameter
+            for guardian in self._guardians(key):
+                waits.setdefault(guardian, {})[key] = parameter
         for module_key, parameters in waits.items():
             module = self._modules[module_key]()
             if module is not None:

@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["StayingForwardHook", "StayingHook", "gate"]
-
 
 class StayingHook:
     """A forward pre-hook that stays behind when its module is copied or pickled.

@@ -15,8 +15,6 @@ import torch
 
 from bytesched.errors import PluginError
 
-__all__ = ["IN_A_CONTEXT", "Watcher", "are_in_a_context", "watch_passes"]
-
 #: why a model is left to DDP, where `are_in_a_context`
 IN_A_CONTEXT = "its gradients go to a context of distributed autograd, and not to its parameters"
 

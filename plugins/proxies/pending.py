@@ -14,18 +14,42 @@ from typing import Any
 import torch
 from torch import nn
 
-from .metadata import METADATA, tensors_in
+#: what may be done -> to which properties
+_PROPERTIES = {
+    "__get__": "_backward_hooks _post_accumulate_grad_hooks _version device dtype grad grad_fn "
+    "is_cpu is_cuda is_leaf is_sparse layout names ndim output_nr requires_grad shape",
+    "__set__": "_backward_hooks _post_accumulate_grad_hooks grad requires_grad",
+    "__delete__": "grad",
+}
+_METHODS = """
+    __len__ dim element_size is_complex is_contiguous is_floating_point nelement numel
+    register_hook register_post_accumulate_grad_hook requires_grad_ size stride
+"""
 
-__all__ = [
-    "PendingParameter",
-    "hold",
-    "hold_all",
-    "is_held",
-    "release",
-    "release_all",
-    "release_held",
-    "synchronize_now",
-]
+#: Reads that say nothing about the values. They must not wait: ``zero_grad()`` reads ``p.grad``,
+#: and waiting there would bring the barrier back without any test of values noticing.
+METADATA: frozenset[Any] = frozenset(
+    getattr(getattr(torch.Tensor, name), access)
+    for access, names in _PROPERTIES.items()
+    for name in names.split()
+    if hasattr(torch.Tensor, name)
+) | frozenset(getattr(torch.Tensor, name) for name in _METHODS.split())
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """All tensors among ``value``, which may be nested."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    found: list[torch.Tensor] = []
+    if isinstance(value, (list, tuple, dict)):
+        for item in value.values() if isinstance(value, dict) else value:
+            # Most lists have nothing else: no call for each of them.
+            if isinstance(item, torch.Tensor):
+                found.append(item)
+            else:
+                found += tensors_in(item)
+    return found
+
 
 _GRAD: Any = torch.Tensor.grad
 
@@ -121,15 +145,6 @@ def release(parameter: nn.Parameter) -> None:
     """Gives ``parameter`` its class back."""
     parameter.__class__ = nn.Parameter
     _pending.pop(id(parameter), None)
-
-
-def release_held(parameters: Iterable[nn.Parameter]) -> None:
-    """Those among ``parameters`` that are pending get their class back; one call for them."""
-    for parameter in parameters:
-        kind: type = type(parameter)
-        if kind is PendingParameter:
-            parameter.__class__ = nn.Parameter
-            _pending.pop(id(parameter), None)
 
 
 def is_held(parameter: nn.Parameter) -> bool:

@@ -11,10 +11,7 @@ from typing import Any, Final, Protocol
 
 import torch
 
-from .metadata import METADATA, tensors_in
-from .pending import PendingParameter, synchronize_now
-
-__all__ = ["LooksPlain", "PendingGrad", "Sum", "make_plain"]
+from .pending import METADATA, PendingParameter, synchronize_now, tensors_in
 
 
 class LooksPlain(type(torch.Tensor)):  # type: ignore[misc]
@@ -117,3 +114,27 @@ def make_plain(grad: PendingGrad) -> None:
 
 
 _ZEROING: Final = frozenset({torch.Tensor.zero_, torch._foreach_zero_})
+
+
+def ready(values: Any) -> None:
+    """Waits for every tensor among ``values``, which may be nested, that is outstanding."""
+    # Not by `tensors_in`: this is in front of every message between ranks.
+    kind = type(values)
+    if kind is PendingParameter:
+        synchronize_now(values)
+    elif kind is PendingGrad:
+        values.sum_.settle()
+    elif isinstance(values, (list, tuple)):
+        for value in values:
+            ready(value)
+    elif isinstance(values, dict):
+        for value in values.values():
+            ready(value)
+
+
+def has_aliases(tensor: torch.Tensor) -> bool:
+    """True if there are other tensors over the memory of ``tensor``; does not wait for it."""
+    with torch._C.DisableTorchFunctionSubclass():
+        storage = tensor.untyped_storage()
+        # One of them is ``storage`` itself.
+        return torch._C._storage_Use_Count(storage._cdata) > 2

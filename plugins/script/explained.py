@@ -18,8 +18,6 @@ from ..figures.causes import place
 from ..planned.session import PlannedSession
 from ..registry import after_wrap, optimizers_of
 
-__all__ = ["Explained", "Wait", "begin"]
-
 _MS: Final = 1e6
 
 #: for the other ranks to come to the last step
@@ -74,12 +72,7 @@ class Explained(Observer):
         return sorted(self._waits.values(), key=lambda wait: -wait.ms)
 
     def on_span(
-        self,
-        track: str,
-        name: str,
-        start_ns: int,
-        end_ns: int,
-        args: dict[str, Any] | None = None,
+        self, track: str, name: str, start_ns: int, end_ns: int, args: dict[str, Any] | None = None
     ) -> None:
         if track != "wait" or not self._are_measuring:
             return

@@ -7,35 +7,39 @@ parameters that is called. All ranks decide alike, at the same moment, as they r
 
 from __future__ import annotations
 
+import gc
 import logging
 import sys
 from collections.abc import Callable
 from typing import Any
-from weakref import ref
+from weakref import WeakSet, ref
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
 
 from bytesched.environment import is_horovod_elastic
+from bytesched.errors import BytesschedError, in_one_line
 
+from .. import wrap_found
 from ..ending import at_exit, not_at_exit
-from ..left import left
-from ..registry import before_wrap, ended
+from ..left import left, summary
+from ..pipelines.root import StageModules, staged
+from ..registry import before_wrap, ended, is_wrapped
 from .kinds import WatchedDdp, WatchedHorovod
 from .owners import parameter_ids
-from .pipelines import begin_step
-from .summary import summary
-from .watched import Watched
-
-__all__ = ["ddp_made", "horovod_optimizer_made", "pipeline_steps", "say_undecided"]
+from .watched import Watched, say
 
 log = logging.getLogger("bytesched")
 
 _models: list[Watched] = []
+#: schedules of pipelines that were looked at
+_seen: WeakSet[Any] = WeakSet()
 
 
 def _none() -> None:
@@ -114,6 +118,65 @@ def say_undecided() -> None:
     """Says why models were left as they were about which nothing was decided."""
     for model in _models:
         model.say_if_undecided()
+
+
+def begin_step(schedule: Any) -> list[DistributedDataParallel]:
+    """``schedule`` is about to make a step, its first if the answer is not empty.
+
+    Returns the DDPs that its stages are in: they reduce nothing any more, or are left as they were.
+    """
+    if schedule in _seen or not torch.is_grad_enabled():
+        return []
+    try:
+        root = staged(schedule)
+        if not isinstance(root, StageModules) or not root.schedule.trains:
+            return []
+        _seen.add(schedule)
+        ddps = root.ddps()
+        if ddps:
+            _wrap(root)
+    except Exception as error:
+        log.debug("%s could not be wrapped", type(schedule).__name__, exc_info=True)
+        _leave(type(schedule).__name__, in_one_line(error))
+        return []
+    return ddps
+
+
+def _wrap(root: StageModules) -> None:
+    name = f"{root.schedule.name} of stages in DistributedDataParallel"
+    optimizers = _optimizers(root)
+    why = ""
+    if not optimizers:
+        why = "no optimizer of its parameters was there when its first step began"
+    elif len(set().union(*map(parameter_ids, optimizers))) < sum(
+        len(parameter_ids(optimizer)) for optimizer in optimizers
+    ):
+        why = f"{len(optimizers)} optimizers share its parameters"
+    if why:
+        if root.schedule.splits_backward:
+            why += "; DDP reduces none of its weight gradients, which are computed apart"
+        _leave(name, why)
+        return
+    for optimizer in optimizers:
+        try:
+            wrap_found(optimizer, root)
+        except BytesschedError as error:
+            _leave(name, str(error))
+            return
+        if is_wrapped(optimizer):
+            log.info("%s: wrapped its optimizer, %s", name, type(optimizer).__name__)
+
+
+def _optimizers(root: StageModules) -> list[torch.optim.Optimizer]:
+    """All that update parameters of the stages."""
+    mine = parameter_ids(root)
+    # Not isinstance: it reads the class of proxies of all kinds.
+    alive = [o for o in gc.get_objects() if issubclass(type(o), torch.optim.Optimizer)]
+    return [o for o in alive if "param_groups" in vars(o) and mine & parameter_ids(o)]
+
+
+def _leave(name: str, why: str) -> None:
+    say(name, why, dist.get_rank(), logging.WARNING)
 
 
 register_optimizer_step_pre_hook(_before_step)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any
+import sys
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any, Final
 from weakref import ref
 
 import torch
@@ -15,11 +18,11 @@ from bytesched.environment import is_horovod_elastic
 from ..c10d.announcing import Announcement
 from ..left import name_of_ddp, name_of_horovods
 from ..pipelines.root import StageModules
-from .calls import is_inside, makes_state
 from .owners import compiled_around, owners_of, parameter_ids
 from .watched import Announced, Watched
 
-__all__ = ["WatchedDdp", "WatchedHorovod"]
+#: where frameworks call step() by themselves, on the ranks that have no state yet
+_MAKE_STATE: Final = frozenset({("torch.distributed.checkpoint.state_dict", "_init_optim_state")})
 
 
 class WatchedDdp(Watched):
@@ -93,7 +96,10 @@ class WatchedDdp(Watched):
         return rounds + int(ddp.process_group._get_sequence_number_for_group())
 
     def _counts(self) -> bool:
-        return not makes_state()
+        return not any(
+            (frame.f_globals.get("__name__"), frame.f_code.co_name) in _MAKE_STATE
+            for frame in _frames()
+        )
 
     def _why_not(self) -> str:
         ddp = self.ddp()
@@ -162,4 +168,11 @@ class WatchedHorovod(Watched):
 
     def _counts(self) -> bool:
         # Of the two calls that torch's hooks see of one, this is the inner one.
-        return is_inside(self._step_code)
+        return any(frame.f_code is self._step_code for frame in _frames())
+
+
+def _frames() -> Iterator[FrameType]:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back

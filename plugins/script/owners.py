@@ -10,8 +10,6 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-__all__ = ["compiled_around", "owners_of", "parameter_ids"]
-
 T = TypeVar("T")
 
 

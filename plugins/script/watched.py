@@ -21,12 +21,10 @@ from .. import wrap_found
 from ..left import leave
 from ..proxies.hooks import StayingHook
 from ..registry import Wrapped, is_wrapped, sessions, unwrap
+from ..update.surroundings import has_modes
 from ..warmup.agree import settings
 from ..wrapping import why_wrapped
-from .calls import is_in_a_mode
 from .owners import parameter_ids
-
-__all__ = ["Announced", "Watched", "say"]
 
 log = logging.getLogger("bytesched")
 
@@ -146,7 +144,8 @@ class Watched(ABC):
         self._steps.clear()
 
     def _called(self, module: nn.Module, args: Any) -> None:
-        if not torch.is_grad_enabled() or is_in_a_mode():
+        if not torch.is_grad_enabled() or torch._C._get_tracing_state() is not None or has_modes():
+            # One that is traced or counted is none to begin with.
             return
         try:
             if not self._is_agreed():

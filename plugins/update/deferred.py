@@ -20,14 +20,10 @@ import torch
 from torch import nn
 
 from ..proxies.compiling import updating
-from .delegation import HOOKS, raw_step
-from .frozen import snapshot
-from .genuine import Code
+from .genuine import HOOKS, Code, raw_step
 from .optimizer_state import AliasedState, GuardedState
 from .separable import why_not_deferred
-from .surroundings import Surroundings
-
-__all__ = ["Aliased", "Deferred", "Later"]
+from .surroundings import Surroundings, snapshot
 
 log = logging.getLogger("bytesched")
 
@@ -176,10 +172,6 @@ class Deferred:
         copied._optimizer_step_post_hooks = OrderedDict()
         return copied
 
-    def copy_of_nothing(self) -> torch.optim.Optimizer:
-        """The optimizer with its groups, and no parameter in them."""
-        return self.copy([{**group, "params": []} for group in self.optimizer.param_groups])
-
     def steps(self, param_groups: list[dict[str, Any]]) -> None:
         """A copy with these groups is about to be stepped in place of the optimizer."""
         self._before = [{**group} for group in param_groups]
@@ -219,8 +211,12 @@ class Deferred:
         self._aliases[key] = slot.alias
         self._real[slot.alias] = slot.parameter
 
-    def now(self) -> Later:
-        """The update as this thread would do it at this moment, for another one to do later."""
+    def now(self) -> Callable[[Sequence[tuple[dict[str, Any], Sequence[Aliased]]]], None]:
+        """The update as this thread would do it at this moment, for another one to do later.
+
+        It runs the real update of each group under its hyper-parameters, in the surroundings of
+        this thread.
+        """
         optimizer = self.optimizer
         attributes = {
             name: value
@@ -229,41 +225,14 @@ class Deferred:
             if name not in _HOOKED
             and not (isinstance(value, MethodType) and value.__self__ is optimizer)
         }
-        return Later(self, Surroundings.here(), attributes)
+        surroundings = Surroundings.here()
 
-    def update(
-        self,
-        groups: Sequence[tuple[dict[str, Any], Sequence[Aliased]]],
-        attributes: dict[str, Any] | None = None,
-    ) -> None:
-        """Runs the real update of ``slots`` under the hyper-parameters of each group.
+        def update(groups: Sequence[tuple[dict[str, Any], Sequence[Aliased]]]) -> None:
+            with surroundings.entered(), updating():
+                now = [
+                    {**snapshot(taken), "params": [slot.alias for slot in slots]}
+                    for taken, slots in groups
+                ]
+                self._raw_step(self.copy(now, attributes))
 
-        Args:
-            attributes: of the optimizer; as they are now if None.
-        """
-        copied = self.copy(
-            [{**snapshot(taken), "params": [s.alias for s in slots]} for taken, slots in groups],
-            attributes,
-        )
-        with updating():
-            self._raw_step(copied)
-
-
-class Later:
-    """An update under the surroundings of the thread that called ``step()``.
-
-    Args:
-        attributes: of the optimizer, as they were then.
-    """
-
-    def __init__(
-        self, deferred: Deferred, surroundings: Surroundings, attributes: dict[str, Any]
-    ) -> None:
-        self._deferred = deferred
-        self._surroundings = surroundings
-        self._attributes = attributes
-
-    def update(self, groups: Sequence[tuple[dict[str, Any], Sequence[Aliased]]]) -> None:
-        """See `Deferred.update`."""
-        with self._surroundings.entered():
-            self._deferred.update(groups, self._attributes)
+        return update

@@ -14,9 +14,7 @@ from torch import nn
 
 from bytesched.errors import PluginError
 
-from ..proxies.ready import has_aliases
-
-__all__ = ["AliasedState", "GuardedState"]
+from ..proxies.pending_grads import has_aliases
 
 
 class GuardedState(defaultdict[Any, Any]):
@@ -139,12 +137,11 @@ class GuardedState(defaultdict[Any, Any]):
         others = f", {len(self._elsewhere)} with other ranks" if self._elsewhere else ""
         return f"{super().__repr__()}{others}"
 
-    def __copy__(self) -> Any:
-        return self.plain()
-
     def copy(self) -> Any:
         """The same entries in an ordinary dictionary."""
         return self.plain()
+
+    __copy__ = copy
 
     def __or__(self, other: Any) -> Any:
         return self.plain() | other

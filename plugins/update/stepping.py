@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, Protocol
 
@@ -15,11 +15,7 @@ from bytesched.errors import PluginError
 
 from ..figures.meter import Meter
 from .deferred import Deferred
-from .frozen import why_not_frozen
-from .late import LateGroups
-from .surroundings import has_modes
-
-__all__ = ["Stepping", "Steps", "why_now"]
+from .surroundings import has_modes, why_not_frozen
 
 log = logging.getLogger("bytesched")
 
@@ -172,7 +168,7 @@ class Stepping:
                 return None
             deferred.steps(eager)
             return (deferred.copy(eager), *args[1:]), kwargs
-        copied = deferred.copy_of_nothing()
+        copied = deferred.copy([{**group, "params": []} for group in optimizer.param_groups])
         update = partial(self._update_last, deferred, copied, whole_because=why)
         if closure is None:
             copied.param_groups = LateGroups(update)
@@ -234,3 +230,31 @@ def why_now(optimizer: torch.optim.Optimizer) -> str:
     if has_modes():
         return "a torch function or dispatch mode around step()"
     return why_not_frozen(optimizer.param_groups)
+
+
+class LateGroups(list[dict[str, Any]]):
+    """The groups that a function returns, which is called when somebody first looks.
+
+    An optimizer's ``step()`` looks after all of its pre-hooks have run.
+    """
+
+    def __init__(self, find: Callable[[], list[dict[str, Any]]]) -> None:
+        super().__init__()
+        self._find: Callable[[], list[dict[str, Any]]] | None = find
+
+    def _look(self) -> None:
+        if (find := self._find) is not None:
+            self._find = None
+            self.extend(find())
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        self._look()
+        return super().__iter__()
+
+    def __len__(self) -> int:
+        self._look()
+        return super().__len__()
+
+    def __getitem__(self, index: Any) -> Any:
+        self._look()
+        return super().__getitem__(index)

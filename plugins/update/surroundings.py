@@ -1,19 +1,23 @@
-"""What of a thread decides numbers: it goes with an update from ``step()`` to another thread."""
+"""What decides numbers, as it is in ``step()``: it goes with an update to another thread.
+
+Of the thread, and the hyper-parameters, which nobody changes afterwards.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from enum import Enum
+from numbers import Number
 from sys import float_info
+from typing import Any, Final
 
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _disable_current_modes
-
-__all__ = ["Surroundings", "has_modes", "unseen"]
 
 #: the kinds of devices that parameters are on
 _DEVICES = ("cpu", "cuda")
@@ -112,3 +116,53 @@ def _function_modes() -> Iterator[TorchFunctionMode]:
 def _flushes_denormals() -> bool:
     # torch has no way to ask. Of the thread, and so of Python's own numbers.
     return float_info.min / 2 == 0.0
+
+
+#: of values that nothing can change
+_PLAIN: Final = frozenset(
+    {bool, bytes, complex, float, int, str, type(None)}
+    | {torch.device, torch.dtype, torch.layout, torch.memory_format}
+)
+_COLLECTIONS: Final = (list, tuple, set, frozenset)
+
+#: of a group, what is no hyper-parameter: which names go with a part of ``params`` is not known
+_NAMING: Final = ("params", "param_names")
+
+
+def snapshot(group: dict[str, Any]) -> dict[str, Any]:
+    """The hyper-parameters of ``group`` as they are now; tensors are cloned, lists copied."""
+    return {key: _frozen(value) for key, value in group.items() if key not in _NAMING}
+
+
+def why_not_frozen(groups: Sequence[dict[str, Any]]) -> str:
+    """Why a snapshot of ``groups`` may change later; empty if it cannot."""
+    for group in groups:
+        for key, value in group.items():
+            if key not in _NAMING and type(value) not in _PLAIN and not _can_freeze(value):
+                return (
+                    f"a parameter group holds {key!r}, a {type(value).__name__}, which may be "
+                    "something else when the update is made"
+                )
+    return ""
+
+
+def _can_freeze(value: Any) -> bool:
+    kind = type(value)
+    if kind in _PLAIN or issubclass(kind, (torch.Tensor, Number, Enum)):
+        return True
+    if kind in _COLLECTIONS:
+        return all(map(_can_freeze, value))
+    return kind is dict and all(map(_can_freeze, (*value, *value.values())))
+
+
+def _frozen(value: Any) -> Any:
+    kind = type(value)
+    if kind in _PLAIN:
+        return value
+    if isinstance(value, torch.Tensor):
+        return value.clone()
+    if kind in _COLLECTIONS:
+        return kind(map(_frozen, value))
+    if kind is dict:
+        return {key: _frozen(item) for key, item in value.items()}
+    return value

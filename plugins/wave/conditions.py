@@ -14,16 +14,6 @@ from bytesched.errors import PluginError
 from ..c10d.ddp import find_ddp
 from ..c10d.grouping import has_groups
 
-__all__ = [
-    "refuse_uncuttable",
-    "refuse_unsynchronised",
-    "this_rank",
-    "trained",
-    "why_accumulate",
-    "why_alone",
-    "world_size",
-]
-
 
 def world_size() -> int:
     """How many ranks there are; 1 without torch.distributed."""

@@ -2,11 +2,13 @@
 
 A collective that other ranks do not take part in waits for ever, and one of another size ends the
 process. So every rank says what comes next, in a few numbers on a group of their own. Who asks for
-an optimizer's state may ask alone: the others answer when they come to their next statement.
+an optimizer's state may ask alone: the others answer when they come to their next statement, or to
+a barrier of the script.
 """
 
 from __future__ import annotations
 
+import functools
 import threading
 import zlib
 from collections.abc import Callable, Sequence
@@ -14,19 +16,12 @@ from enum import IntEnum
 from typing import Any, Final, NamedTuple, NoReturn
 
 import torch
+import torch.distributed as dist
 
-from bytesched.errors import (
-    BytesschedError,
-    MismatchError,
-    PeerLost,
-    PluginError,
-    TransportError,
-)
+from bytesched.errors import BytesschedError, MismatchError, PeerLost, PluginError, TransportError
 
 from ..dependency.failures import Failures
 from ..routes.groups.group import Group
-
-__all__ = ["Agreement", "Kind", "digest_of"]
 
 
 class Kind(IntEnum):
@@ -273,3 +268,36 @@ class Agreement:
 def digest_of(*values: object) -> int:
     """The same number on all ranks for the same values."""
     return zlib.crc32(repr(values).encode())
+
+
+#: groups of scripts, and what is called before a barrier of each
+_answering: list[tuple[Any, Callable[[], None]]] = []
+_guarded = False
+
+
+def answer_in_barriers(group: dist.ProcessGroup, answer: Callable[[], None]) -> Callable[[], None]:
+    """Calls ``answer`` before each barrier of ``group`` from now on; returns what ends that."""
+    global _guarded
+    if not _guarded:
+        _guarded = True
+        kind: Any = dist.ProcessGroup
+        kind.barrier = _answered(kind.barrier)
+    entry = group, answer
+    _answering.append(entry)
+
+    def end() -> None:
+        if entry in _answering:
+            _answering.remove(entry)
+
+    return end
+
+
+def _answered(barrier: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(barrier)
+    def call(group: Any, *args: Any, **kwargs: Any) -> Any:
+        for known, answer in list(_answering):
+            if known is group:
+                answer()
+        return barrier(group, *args, **kwargs)
+
+    return call

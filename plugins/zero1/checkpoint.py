@@ -16,8 +16,6 @@ import torch
 
 from bytesched.errors import PluginError
 
-__all__ = ["HeldEntry", "ShardedState", "boxes_of", "plain_name"]
-
 #: names of modules inside wrappers of torch
 _WRAPPERS: Final = ("module", "_orig_mod")
 
@@ -104,24 +102,15 @@ class HeldTensor(torch.Tensor):
         return f"<HeldTensor {here} elements of {tuple(self.shape)}>"
 
 
+@dataclass(eq=False, repr=False)
 class ShardedState:
-    """What `torch.distributed.checkpoint` saves and loads of one optimizer; see `sharded_state`.
+    """What `torch.distributed.checkpoint` saves and loads of one optimizer; see `sharded_state`."""
 
-    Args:
-        optimizer: the user's.
-        held: its entries that are here, when nothing is outstanding.
-        names: of its parameters, by their id.
-    """
-
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        held: Callable[[], list[HeldEntry]],
-        names: dict[int, str],
-    ) -> None:
-        self._optimizer = optimizer
-        self._held = held
-        self._names = names
+    _optimizer: torch.optim.Optimizer
+    #: its entries that are here, when nothing is outstanding
+    _held: Callable[[], list[HeldEntry]]
+    #: of its parameters, by their id
+    _names: dict[int, str]
 
     def state_dict(self) -> dict[str, Any]:
         """In the layout of torch's `get_optimizer_state_dict`. Raises PluginError."""

@@ -17,22 +17,19 @@ from bytesched.observe import Observers
 
 from ..dependency.failures import Failures
 from ..figures.meter import Meter
-from ..layout.memory import is_dense
+from ..layout import is_dense
 from ..planned.buckets import Bucket, Member
 from ..planned.bundles import Slot
+from ..planned.spans import Carried
 from ..planned.wire import Exchanging
 from ..routes.groups.group import Group
 from ..update.separable import is_elementwise
-from .agreement import Agreement, Kind, digest_of
-from .barriers import answer_in_barriers
+from .agreement import Agreement, Kind, answer_in_barriers, digest_of
 from .checkpoint import HeldEntry, ShardedState, plain_name
 from .ownership import Ownership
 from .questions import OwnersQuestions
-from .spread import Row
 from .states import States
-from .sums import Carried, Sums, range_of
-
-__all__ = ["Owners"]
+from .sums import Row, Sums, range_of
 
 log = logging.getLogger("bytesched")
 
@@ -69,14 +66,13 @@ class Owners:
         self._meter = meter
         self.run_bytes = run_bytes
         self.ranks = wire.size
-        self._dealt: Ownership | None = None
         #: of parameters, on their way since the last steps, as long as anything waits for them; and
         #: works of those that this rank has sent all of
         self._rows: list[weakref.ref[Row]] = []
         self._sends: list[Any] = []
         #: the optimizer's own ``step()`` is running
         self.is_stepping = False
-        self.states = States(self._slots, self)
+        self.states = States(self._slots, lambda number: self._agreement.ask_states(number))
         self._agreement = Agreement(group, failures, self.states.answer)
         self._carried = Carried(observers)
         self._sums = Sums(wire, self._carried, self._wait)
@@ -93,17 +89,12 @@ class Owners:
     @property
     def ownership(self) -> Ownership:
         """Who owns what, after `deal`."""
-        assert self._dealt is not None
-        return self._dealt
-
-    @property
-    def are_dealt(self) -> bool:
-        """Whether parameters have owners by now."""
-        return self._dealt is not None
+        assert self.states.ownership is not None
+        return self.states.ownership
 
     def deal(self) -> None:
         """Every parameter has its owners from now on: all optimizers are known. Idempotent."""
-        if self._dealt is not None:
+        if self.states.ownership is not None:
             return
         kinds = [-1] * len(self._slots)
         may_cut = [False] * len(self._slots)
@@ -113,7 +104,7 @@ class Owners:
                 if id(slot.parameter) in mine:
                     kinds[at] = number
                     may_cut[at] = is_elementwise(deferred.kind) and is_dense(slot.parameter)
-        self._dealt = Ownership(
+        ownership = Ownership(
             self._slots,
             kinds,
             may_cut,
@@ -121,8 +112,8 @@ class Owners:
             rank=self._wire.rank,
             run_bytes=self.run_bytes,
         )
-        self.states.dealt()
-        if self._wire.rank == 0 and any(self._dealt.is_cut(s.parameter) for s in self._slots):
+        self.states.dealt(ownership)
+        if self._wire.rank == 0 and any(ownership.is_cut(s.parameter) for s in self._slots):
             log.info(
                 "with shard=True, norms of tensors of which every rank owns a part are made of the "
                 "norms of the parts, which rounds otherwise than plain DDP"
@@ -163,11 +154,7 @@ class Owners:
         self._sums.start(bucket, self.ownership)
 
     def bring(self, buckets: Sequence[Bucket], by: str) -> None:
-        """Returns when no sum is under way, and those of ``buckets`` are here; collective.
-
-        Args:
-            by: what needs them, for figures.
-        """
+        """Returns when no sum is under way, and those of ``buckets`` are here; collective."""
         began = self._meter.moment()
         if not buckets:
             self._sums.finish()
@@ -240,11 +227,7 @@ class Owners:
     def state_of(
         self, optimizer: torch.optim.Optimizer, synchronize: Callable[[], None]
     ) -> ShardedState:
-        """What this rank holds of the state of ``optimizer``; see `bytesched.sharded_state`.
-
-        Args:
-            synchronize: returns when nothing is owed any more.
-        """
+        """What this rank holds of the state of ``optimizer``; see `bytesched.sharded_state`."""
 
         def held() -> list[HeldEntry]:
             synchronize()
@@ -253,13 +236,9 @@ class Owners:
         names = {id(slot.parameter): plain_name(slot.name) for slot in self._slots}
         return ShardedState(optimizer, held, names)
 
-    def ask_states(self, number: int) -> list[bytes]:
-        """What each rank has of the state of an optimizer."""
-        return self._agreement.ask_states(number)
-
     def refuse_late(self) -> None:
         """Raises `PluginError` where an optimizer comes too late to be dealt with."""
-        if self.are_dealt:
+        if self.states.ownership is not None:
             raise PluginError(
                 "with shard=True, wrap every optimizer of a model before its first backward pass"
             )
@@ -276,7 +255,8 @@ class Owners:
     def close(self) -> None:
         """Returns when no other rank needs anything of this one any more."""
         self._end_barriers()
-        if self.are_dealt and self._failures.error is None and not self._agreement.end():
+        is_over = self.states.ownership is None or self._failures.error is not None
+        if not is_over and not self._agreement.end():
             log.warning("rank %d ends while others go on, or are gone", self._wire.rank)
         self.states.close()
 
@@ -295,7 +275,7 @@ class Owners:
         self._sends.clear()
 
     def __repr__(self) -> str:
-        return f"<Owners: {self._dealt or 'nothing is dealt'}>"
+        return f"<Owners: {self.states.ownership or 'nothing is dealt'}>"
 
 
 def _refuse_overlaps(slots: Sequence[Slot]) -> None:

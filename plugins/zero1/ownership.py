@@ -11,11 +11,9 @@ from torch import nn
 
 from bytesched.errors import PluginError
 
-from ..layout.memory import elements
+from ..layout import elements
 from ..planned.bundles import Slot
 from ..planned.owners import bounds_of, has_parts, owners_or_cuts
-
-__all__ = ["Ownership", "Part", "Piece"]
 
 #: of a tensor of which every rank updates a part
 _CUT_BYTES: Final = 64 << 10

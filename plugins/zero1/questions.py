@@ -3,50 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import methodcaller
 from typing import Any, Final
 
 import torch
 
 from ..planned.buckets import Member
 from ..planned.questions import Measure, Questions
-from ..queries.operations import NORMS, NORMS_OF_ALL, UNSCALE
-from ..queries.questions import kind_of_norm
-
-__all__ = ["OwnersQuestions"]
+from ..queries import NORMS, NORMS_OF_ALL, UNSCALE, kind_of_norm
 
 _Combine = Callable[[torch.Tensor], torch.Tensor]
-
-
-def _root_of_squares(parts: torch.Tensor) -> torch.Tensor:
-    return parts.square().sum(0).sqrt()
-
-
-def _greatest(parts: torch.Tensor) -> torch.Tensor:
-    return parts.amax(0)
-
-
-def _least(parts: torch.Tensor) -> torch.Tensor:
-    return parts.amin(0)
-
+_GREATEST: Final[_Combine] = methodcaller("amax", 0)
+_LEAST: Final[_Combine] = methodcaller("amin", 0)
 
 #: what is made of the numbers for the parts of a tensor, by the name of what is asked
 _COMBINED: Final[dict[str, _Combine]] = {
-    "all": _least,
-    "amax": _greatest,
-    "amin": _least,
-    "any": _greatest,
-    "count_nonzero": lambda parts: parts.sum(0),
-    "max": _greatest,
-    "min": _least,
-    "sum": lambda parts: parts.sum(0),
+    **dict.fromkeys(("amax", "any", "max"), _GREATEST),
+    **dict.fromkeys(("all", "amin", "min"), _LEAST),
+    **dict.fromkeys(("count_nonzero", "sum"), methodcaller("sum", 0)),
 }
 #: the same by the order of a norm
 _NORMS: Final[dict[Any, _Combine]] = {
-    None: _root_of_squares,
-    2: _root_of_squares,
-    "fro": _root_of_squares,
-    float("inf"): _greatest,
-    float("-inf"): _least,
+    **dict.fromkeys((None, 2, "fro"), lambda parts: parts.square().sum(0).sqrt()),
+    float("inf"): _GREATEST,
+    float("-inf"): _LEAST,
 }
 
 
@@ -107,7 +87,7 @@ class OwnersQuestions(Questions):
 
 def _rule_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> _Combine | None:
     if func is UNSCALE:
-        return _greatest
+        return _GREATEST
     if func in NORMS | NORMS_OF_ALL:
         return _NORMS.get(kind_of_norm(args, kwargs))
     return _COMBINED.get(getattr(func, "__name__", ""))

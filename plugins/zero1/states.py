@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.serialization import default_restore_location
@@ -14,29 +14,12 @@ from torch.utils.hooks import RemovableHandle
 
 from bytesched.errors import PluginError
 
-from ..layout.memory import elements
+from ..layout import elements
 from ..planned.bundles import Slot
 from ..update.deferred import Deferred
 from ..update.optimizer_state import GuardedState
 from .checkpoint import HeldEntry, plain_name
 from .ownership import Ownership, Piece
-
-__all__ = ["States"]
-
-
-class _Ranks(Protocol):
-    """Who owns what, and what other ranks answer."""
-
-    @property
-    def ownership(self) -> Ownership:
-        """Who owns what."""
-
-    @property
-    def are_dealt(self) -> bool:
-        """Whether parameters have owners by now."""
-
-    def ask_states(self, number: int) -> list[bytes]:
-        """What each rank has of the state of an optimizer; others answer when they can."""
 
 
 class States:
@@ -44,11 +27,14 @@ class States:
 
     Args:
         slots: all parameters of the model, in registration order.
+        ask: what each rank has of the state of an optimizer; others answer when they can.
     """
 
-    def __init__(self, slots: Sequence[Slot], ranks: _Ranks) -> None:
+    def __init__(self, slots: Sequence[Slot], ask: Callable[[int], list[bytes]]) -> None:
         self._slots = slots
-        self._ranks = ranks
+        self._ask = ask
+        #: who owns what, once that is dealt
+        self.ownership: Ownership | None = None
         #: in the order in which they were wrapped, by which ranks know them
         self.optimizers: list[Deferred] = []
         #: of each, which other ranks may ask for when the script has let go of it here; and how
@@ -82,8 +68,9 @@ class States:
         """By which ranks know an optimizer."""
         return self.optimizers.index(deferred)
 
-    def dealt(self) -> None:
+    def dealt(self, ownership: Ownership) -> None:
         """Parameters have owners now: what others own of states is let go of."""
+        self.ownership = ownership
         for deferred in self.optimizers:
             if deferred.is_alive:
                 self._drop_foreign(deferred)
@@ -97,9 +84,9 @@ class States:
 
     def _drop_foreign(self, deferred: Deferred) -> None:
         """What other ranks hold of the state is let go of."""
-        if not self._ranks.are_dealt:
+        if (ownership := self.ownership) is None:
             return
-        state, ownership = _state_of(deferred), self._ranks.ownership
+        state = _state_of(deferred)
         mine = deferred.parameter_ids()
         elsewhere = []
         for slot in self._slots:
@@ -120,7 +107,9 @@ class States:
 
     def _entries(self, deferred: Deferred) -> dict[int, Any]:
         """Those that this rank owns, by position in the model."""
-        state, ownership = self._kept[self.number_of(deferred)][0], self._ranks.ownership
+        if (ownership := self.ownership) is None:
+            return {}
+        state, _ = self._kept[self.number_of(deferred)]
         if deferred.is_alive:
             # It may have been loaded, or replaced, since the last step.
             state = _state_of(deferred)
@@ -134,12 +123,12 @@ class States:
 
     def held(self, optimizer: torch.optim.Optimizer) -> list[HeldEntry]:
         """The live entries of ``optimizer`` that are here; nothing may be outstanding."""
-        if not self._ranks.are_dealt:
+        if self.ownership is None:
             raise PluginError("no rank owns anything before the first backward pass")
         found = []
         for slot in self._slots:
             entry = dict.get(optimizer.state, slot.parameter)
-            own = self._ranks.ownership.own(slot.parameter)
+            own = self.ownership.own(slot.parameter)
             if entry is not None and own is not None:
                 found.append(
                     HeldEntry(plain_name(slot.name), entry, slot.parameter, own.start, own.stop)
@@ -150,19 +139,16 @@ class States:
 
     def answer(self, number: int) -> bytes:
         """The entries here of an optimizer, for another rank."""
-        deferred = self.optimizers[number]
-        entries = self._entries(deferred) if self._ranks.are_dealt else {}
         buffer = io.BytesIO()
-        torch.save(entries, buffer)
+        torch.save(self._entries(self.optimizers[number]), buffer)
         return buffer.getvalue()
 
     def _gather(self, deferred: Deferred) -> dict[int, Any]:
         """All entries of an optimizer, by position in the model."""
         device = self._slots[0].parameter.device
-        found = [
-            _unpacked(answer, device) for answer in self._ranks.ask_states(self.number_of(deferred))
-        ]
-        ownership = self._ranks.ownership
+        found = [_unpacked(answer, device) for answer in self._ask(self.number_of(deferred))]
+        assert self.ownership is not None
+        ownership = self.ownership
         return {
             position: _whole(slot, pieces, [found[piece.rank][position] for piece in pieces])
             for position, slot in enumerate(self._slots)
@@ -183,7 +169,7 @@ class States:
         self, deferred: Deferred, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]
     ) -> dict[str, Any]:
         """A hook of ``state_dict()``."""
-        if not self._ranks.are_dealt:
+        if self.ownership is None:
             return state_dict
         index_of: dict[int, int] = {}
         for group in optimizer.param_groups:
@@ -200,12 +186,10 @@ class States:
 
     def restore(self) -> None:
         """Every optimizer gets the entries of all ranks."""
-        for deferred in self.optimizers:
-            if not self._ranks.are_dealt:
-                continue
+        for deferred in self.optimizers if self.ownership is not None else ():
             if not deferred.is_alive:
                 # Others may have it still, and ask.
-                self._ranks.ask_states(self.number_of(deferred))
+                self._ask(self.number_of(deferred))
                 continue
             state, entries = _state_of(deferred), self._whole_state(deferred)
             others = {key: entry for key, entry in dict.items(state) if key not in entries}

@@ -2,37 +2,63 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from time import perf_counter_ns
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import nn
 
+from bytesched.observe import Observers
+
+from ..dependency.failures import Failures
+from ..figures.meter import Meter
 from ..planned.buckets import Member, make_changes
 from ..planned.bundles import Bundle, Debt, Slot
+from ..planned.rounds import OpenUpdates
+from ..planned.sending import Sending
 from ..planned.updates import Updates
+from ..planned.wire import Exchanging
 from ..proxies.pending import PendingParameter, synchronize_now
 from ..proxies.pending_grads import PendingGrad
-from ..update.deferred import Deferred, Later
+from ..routes.groups.group import Group
+from ..update.deferred import Aliased, Deferred
 from ..update.stepping import why_now
 from .owners import Owners
 from .ownership import Part
-from .spread import Arrivals, Layout, Row, layouts_of
+from .sums import Layout, Row, arrivals, layouts_of
 
-__all__ = ["ShardedUpdates"]
 
-#: what arrivals need none of
-_NO_HYPERPARAMETERS: dict[str, Any] = {}
+def sharding(
+    wire: Exchanging,
+    group: Group,
+    base: dist.ProcessGroup,
+    reduced: Sequence[nn.Parameter],
+    run_bytes: int,
+) -> OpenUpdates:
+    """Opens the owners of a session; see `Owners`."""
+
+    def opened(
+        slots: Sequence[Slot],
+        sending: Sending,
+        failures: Failures,
+        meter: Meter,
+        observers: Observers,
+        **named: Any,
+    ) -> tuple[Owners, Updates]:
+        owners = Owners(
+            slots, wire, group, base, reduced, failures, meter, observers, run_bytes=run_bytes
+        )
+        return owners, ShardedUpdates(slots, owners, sending, failures, meter, **named)
+
+    return opened
 
 
 class ShardedUpdates(Updates):
     """The steps of all optimizers of one model, whose parameters have owners.
 
     No step is ever the user's own over everything: it would make state of what others own.
-
-    Args:
-        owners: of the same session.
-        others: see `Updates`.
     """
 
     late_with_any_gradient = True
@@ -99,7 +125,7 @@ class ShardedUpdates(Updates):
 
     def _update_owned(
         self,
-        by: Later,
+        by: Callable[[Sequence[tuple[dict[str, Any], Sequence[Aliased]]]], None],
         owned: Sequence[tuple[dict[str, Any], Sequence[tuple[Slot, Slot | Part]]]],
         rows: Sequence[Row],
     ) -> None:
@@ -114,20 +140,20 @@ class ShardedUpdates(Updates):
             began_ns = perf_counter_ns()
             if groups:
                 with self._sending.alone():
-                    by.update(groups)
+                    by(groups)
             self._meter.updated(some[0].name, len(some), began_ns)
             self._send(some)
 
     def _taken(
         self, optimizer: torch.optim.Optimizer
-    ) -> tuple[list[tuple[dict[str, Any], list[Slot], list[torch.nn.Parameter]]], list[Member]]:
+    ) -> tuple[list[tuple[dict[str, Any], list[Slot], list[nn.Parameter]]], list[Member]]:
         """Of each group, parameters of the model and others; and gradients that owners have."""
         groups = []
         members: list[Member] = []
         seen: set[Slot] = set()
         for group in optimizer.param_groups:
             mine: list[Slot] = []
-            others: list[torch.nn.Parameter] = []
+            others: list[nn.Parameter] = []
             for parameter in group["params"]:
                 if type(parameter) is PendingParameter:
                     synchronize_now(parameter)
@@ -210,8 +236,9 @@ class ShardedUpdates(Updates):
                     slot.stand_for()
                     slot.awaits = (row,)
                     owed.setdefault(slot.bundle, []).append(slot)
-        arrivals = Arrivals(ownership, self._parts)
-        self._owe([Debt(arrivals, _NO_HYPERPARAMETERS, slots) for slots in owed.values()])
+        put = arrivals(ownership, self._parts)
+        # Which need no hyper-parameters.
+        self._owe([Debt(put, {}, slots) for slots in owed.values()])
 
     def _memory(self, row: Row) -> list[torch.Tensor]:
         """What this rank owns of a row, as it is now."""

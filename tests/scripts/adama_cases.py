@@ -9,6 +9,7 @@ import signal
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -21,10 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 import bytesched
 from bytesched.errors import BytesschedError, TransportError
 
-OPTIMIZERS: dict[str, Any] = {
-    "Adam": torch.optim.Adam,
-    "AdamW": torch.optim.AdamW,
-}
+OPTIMIZERS: dict[str, Any] = {"Adam": torch.optim.Adam, "AdamW": torch.optim.AdamW}
 STEPS = 4
 WIDTH = 40
 SETTINGS: dict[str, Any] = {"partition_bytes": 4096, "credit_bytes": 8192, "log_level": "ERROR"}
@@ -123,11 +121,7 @@ def equals_alone(
     call = DistributedDataParallel(model) if "ddp" in how else model
     optimizer = OPTIMIZERS[kind](groups_of(model, options))
     bytesched.wrap(
-        optimizer,
-        call,
-        accumulate="adama",
-        micro_batches=micro_batches,
-        **{**SETTINGS, **settings},
+        optimizer, call, accumulate="adama", micro_batches=micro_batches, **{**SETTINGS, **settings}
     )
     train(call, optimizer, range(STEPS), micro_batches, how)
     assert all(p.grad is None or not p.grad.any() for p in model.parameters())
@@ -185,8 +179,7 @@ def most_elements() -> None:
         # Before ours: a gradient is here, and its layer's inputs and outputs are of two rows.
         parameter.register_post_accumulate_grad_hook(lambda _: found.append(_alive()))
         parameter._post_accumulate_grad_hooks.move_to_end(  # type: ignore[attr-defined]
-            next(reversed(parameter._post_accumulate_grad_hooks)),
-            last=False,
+            next(reversed(parameter._post_accumulate_grad_hooks)), last=False
         )
     for _ in range(3):
         for micro in range(3):
@@ -259,12 +252,10 @@ def _passes(model: nn.Module, count: int) -> None:
         (model(batch(0, dist.get_rank(), micro, torch.float32)).square().mean() / 2).backward()
 
 
-def _clips(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def _clips(model: nn.Module, *, beside: bool = False) -> None:
     _passes(model, 2)
-    _clips_now(model)
-
-
-def _clips_now(model: nn.Module) -> None:
+    if beside:
+        nn.Linear(2, 2)(torch.ones(2)).sum().backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
 
 
@@ -274,12 +265,6 @@ def _reads(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     first = next(model.parameters())
     assert first.grad is not None
     first.grad.mul_(2)
-
-
-def _clips_after_another_pass(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    _passes(model, 2)
-    nn.Linear(2, 2)(torch.ones(2)).sum().backward()
-    _clips_now(model)
 
 
 def _scales(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -296,11 +281,10 @@ def _steps_early(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.step()
 
 
-def _steps_late(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    _passes(model, 3)
-
-
-def _calls_ahead(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def _calls_ahead(model: nn.Module, optimizer: torch.optim.Optimizer, before: int = 0) -> None:
+    train(model, optimizer, range(before), 2, "")
+    # Nothing has come since the last step: it does nothing, as without gradients.
+    optimizer.step()
     first, second = (
         model(batch(0, dist.get_rank(), micro, torch.float32)).square().mean() for micro in range(2)
     )
@@ -309,33 +293,22 @@ def _calls_ahead(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.step()
 
 
-def _calls_ahead_later(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    train(model, optimizer, range(2), 2, "")
-    # Nothing has come since the last step: it does nothing, as without gradients.
-    optimizer.step()
-    _calls_ahead(model, optimizer)
-
-
 def _saves_within(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     _passes(model, 1)
     optimizer.state_dict()
 
 
-def _wraps_another(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    bytesched.wrap(torch.optim.AdamW(model.parameters()), model)
-
-
-_USES: dict[str, Callable[[nn.Module, torch.optim.Optimizer], None]] = {
-    "clip": _clips,
-    "clip after another pass": _clips_after_another_pass,
+_USES: dict[str, Callable[[nn.Module, torch.optim.Optimizer], object]] = {
+    "clip": lambda model, _: _clips(model),
+    "clip after another pass": lambda model, _: _clips(model, beside=True),
     "read": _reads,
     "scaler": _scales,
     "early": _steps_early,
-    "late": _steps_late,
+    "late": lambda model, _: _passes(model, 3),
     "ahead": _calls_ahead,
-    "ahead later": _calls_ahead_later,
+    "ahead later": partial(_calls_ahead, before=2),
     "save": _saves_within,
-    "another": _wraps_another,
+    "another": lambda model, _: bytesched.wrap(torch.optim.AdamW(model.parameters()), model),
 }
 
 

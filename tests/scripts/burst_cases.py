@@ -19,11 +19,9 @@ from torch.nn.parallel import DistributedDataParallel
 from bytesched.burst.cost import Place, PlacedBranches, Plan
 from bytesched.errors import BytesschedError, PeerLost
 from bytesched.plugins.burst import Background, Branched, Burst
-from bytesched.plugins.burst.moves import Moves
+from bytesched.plugins.burst.moves import Move, Moves
 from bytesched.plugins.planned.session import PlannedSession
 from bytesched.plugins.routes.groups.opening import open_gloo
-from bytesched.task import CommTask
-from bytesched.transport import Done
 
 BATCH = 8
 STEPS = 4
@@ -372,15 +370,15 @@ class _Narrow(_Wide):
 
 def dies_while_it_receives() -> None:
     """Rank 0 is killed with the last move half received; the other says what it saw."""
-    start, sending = Moves.start, signals()
+    start, sending = Moves._start, signals()
 
-    def start_and_say(self: Moves, task: CommTask, done: Done) -> None:
-        start(self, task, done)
-        if task.name == "from 1":
+    def start_and_say(self: Moves, move: Move, *messages: Any) -> None:
+        start(self, move, *messages)
+        if move.name == "from 1":
             sending.set("sending")
 
     if dist.get_rank():
-        mock.patch.object(Moves, "start", start_and_say).start()
+        mock.patch.object(Moves, "_start", start_and_say).start()
     else:
         die_at("sending")
     model, plan = nn.Sequential(_Wide(), _Narrow()), (Place(0, 1), Place(1, 1))

@@ -18,8 +18,8 @@ import bytesched
 from bytesched.errors import BytesschedError, MismatchError, TransportError
 from bytesched.plugins import graphs
 from bytesched.plugins.exchanges.peers import Peers
-from bytesched.plugins.graphs.laps import laps
-from bytesched.plugins.graphs.matrices import by_rows, product
+from bytesched.plugins.graphs.layer import laps
+from bytesched.plugins.graphs.pieces import by_rows, product
 from bytesched.report.shares import shares_of
 from bytesched.trace.reading import read_traces
 from bytesched.trace.timeline import trace_name

@@ -22,7 +22,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from bytesched.plugins.proxies.pending import is_held
-from bytesched.plugins.update.known import KNOWN
+from bytesched.plugins.update.separable import KNOWN
 from bytesched.testing import Loopback
 
 #: what is tried beside the defaults

@@ -234,11 +234,7 @@ def follows_a_planned_order(path: str) -> float:
         PipelineStage(block, stage, order.stages, torch.device("cpu"), group=pipeline)
         for stage, block in zip(mine, blocks, strict=True)
     ]
-    schedule = schedules._PipelineScheduleRuntime(
-        stages,
-        count,
-        loss_fn=nn.functional.mse_loss,
-    )
+    schedule = schedules._PipelineScheduleRuntime(stages, count, loss_fn=nn.functional.mse_loss)
     schedule._load_csv(path)
     torch.manual_seed(3)
     x, y = torch.randn(2 * count, WIDTH), torch.randn(2 * count, WIDTH)

@@ -19,9 +19,8 @@ from wave_cases import CLASSES, WIDTH, batch_of
 
 from bytesched.errors import BytesschedError, SchedulerClosed, TransportError
 from bytesched.plugins.wave import ModelWaves
-from bytesched.plugins.wave.stages.senders import Senders
-from bytesched.task import CommTask
-from bytesched.transport import Done
+from bytesched.plugins.wave.stages.routes import Cargo, Route
+from bytesched.plugins.wave.stages.traffic import Traffic
 
 STEPS = 4
 #: some steps have larger gradients
@@ -48,6 +47,12 @@ def chain(layers: int = 9) -> nn.Sequential:
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def waves_of(
+    model: nn.Sequential, loss_fn: Callable[..., Tensor] = functional.cross_entropy, **fields: Any
+) -> ModelWaves:
+    return ModelWaves(model, optimizer_of(model), loss_fn, batch_of(0)[0], **SMALL | fields)
 
 
 def accumulated(ranks: int) -> tuple[dict[str, Tensor], list[list[float]], Tensor]:
@@ -80,9 +85,7 @@ def model_waves_equal() -> tuple[list[str], dict[str, Any]]:
     for parameter in model.parameters():
         # Of something before: it counts as little as before zero_grad().
         parameter.grad = torch.ones_like(parameter)
-    waves = ModelWaves(
-        model, optimizer_of(model), functional.cross_entropy, batch_of(0)[0], **SMALL
-    )
+    waves = waves_of(model)
     wrong = []
     for step in range(STEPS):
         loss = waves.step(*batch_of(step, rank))
@@ -230,9 +233,7 @@ def rank_dies() -> None:
             os.kill(os.getpid(), 9)
         return functional.cross_entropy(output, targets)
 
-    model = chain()
-    fields = SMALL | {"timeout_s": 8.0}
-    waves = ModelWaves(model, optimizer_of(model), loss_fn, batch_of(0)[0], **fields)
+    waves = waves_of(chain(), loss_fn, timeout_s=8.0)
     try:
         for step in range(10):
             waves.step(*batch_of(step, rank))
@@ -244,15 +245,15 @@ def rank_dies() -> None:
 
 def dies_while_it_receives() -> None:
     """Rank 0 is killed with the last message half received; the other says what it saw."""
-    start, sending = Senders.start, signals()
+    send, sending = Traffic._send, signals()
 
-    def start_and_say(self: Senders, task: CommTask, done: Done) -> None:
-        start(self, task, done)
-        if task.name == "home 0 to 0":
+    def send_and_say(self: Traffic, route: Route, number: int) -> None:
+        send(self, route, number)
+        if route.cargo is Cargo.HOME:
             sending.set("sending")
 
     if dist.get_rank():
-        mock.patch.object(Senders, "start", start_and_say).start()
+        mock.patch.object(Traffic, "_send", send_and_say).start()
     else:
         die_at("sending")
     width = 1 << 12
@@ -278,10 +279,7 @@ def user_error() -> str:
             raise ValueError("no such target")
         return functional.cross_entropy(output, targets)
 
-    model = chain()
-    waves = ModelWaves(
-        model, optimizer_of(model), loss_fn, batch_of(0)[0], **SMALL | {"timeout_s": 8.0}
-    )
+    waves = waves_of(chain(), loss_fn, timeout_s=8.0)
     told = ""
     try:
         waves.step(*batch_of(0, rank))
@@ -294,10 +292,7 @@ def user_error() -> str:
 def state_dict_fails() -> str:
     """Rank 1 raises in it: what the ranks say, of which one had to wait for the other."""
     model = chain()
-    fields = SMALL | {"timeout_s": 600.0}
-    waves = ModelWaves(
-        model, optimizer_of(model), functional.cross_entropy, batch_of(0)[0], **fields
-    )
+    waves = waves_of(model, timeout_s=600.0)
     waves.step(*batch_of(0, dist.get_rank()))
 
     def fail(*_: object) -> None:
@@ -320,12 +315,8 @@ def used_after_they_were_closed() -> list[str]:
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("bytesched").addHandler(handler)
-    model = chain()
-    fields = SMALL | {"enabled": False, "compression": "fp16", "timeout_s": 600.0}
     try:
-        waves = ModelWaves(
-            model, optimizer_of(model), functional.cross_entropy, batch_of(0)[0], **fields
-        )
+        waves = waves_of(chain(), enabled=False, compression="fp16", timeout_s=600.0)
     finally:
         logging.getLogger("bytesched").removeHandler(handler)
     waves.close()

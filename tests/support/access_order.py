@@ -19,7 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from bytesched.plugins.planned.bundles import BundleState, Slot
-from bytesched.plugins.proxies.metadata import tensors_in
+from bytesched.plugins.proxies.pending import tensors_in
 from bytesched.plugins.update import stepping, surroundings
 
 __all__ = ["Order", "unnoticed"]

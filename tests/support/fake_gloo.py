@@ -12,7 +12,6 @@ from torch._C._distributed_c10d import HashStore
 
 from bytesched.plugins.routes.groups.group import Group
 from bytesched.plugins.routes.groups.notes import Notes
-from bytesched.task import CommTask
 
 CLOSED = "Connection closed by peer [127.0.0.1]:1234"
 #: of every wait of a test; none is ever waited out
@@ -111,26 +110,17 @@ def fake_group(gloo: Any, timeout_s: float = TIMEOUT_S) -> Group:
     return Group(gloo, store, Notes(store, gloo.rank()), name="s/data", timeout_s=timeout_s)
 
 
-def task_of(index: int = 0) -> CommTask:
-    """A task with no tensor behind it."""
-    task = CommTask(f"t{index}", start_at=0, stop_at=4)
-    task.index = index
-    return task
-
-
 class Ends:
     """Ends of tasks, by name, as they are reported."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self.names: list[str] = []
-        self.errors: dict[str, BaseException] = {}
+        self.errors: list[BaseException] = []
 
-    def done(self, task: CommTask, error: BaseException | None) -> None:
+    def done(self, name: str) -> None:
         with self._changed:
-            self.names.append(task.name)
-            if error is not None:
-                self.errors[task.name] = error
+            self.names.append(name)
             self._changed.notify_all()
 
     def wait(self, *names: str) -> None:

@@ -12,7 +12,7 @@ from bytesched.core import SchedulerCore
 from bytesched.observe import Observers
 from bytesched.order import Leading, ReadyQueue
 from bytesched.policy import Priority
-from bytesched.scheduler import Events, Scheduler
+from bytesched.scheduler import Scheduler
 from bytesched.task import CommTask, TaskState
 from bytesched.testing import FakeTransport
 
@@ -29,7 +29,6 @@ class Bench:
         queue: ReadyQueue | None = None,
         observers: Observers | None = None,
         transport: FakeTransport | None = None,
-        events: Events | None = None,
     ) -> None:
         self.transport = transport or FakeTransport()
         self.announced: list[list[int]] = []
@@ -45,7 +44,6 @@ class Bench:
             on_finish=self.on_finish,
             on_error=self.on_error,
             observers=observers,
-            events=events,
         )
 
     def announce(self, tasks: Sequence[CommTask]) -> None:
@@ -80,13 +78,13 @@ Build = Callable[..., Bench]
 
 
 @contextmanager
-def benches(events: Callable[[], Events]) -> Iterator[Build]:
+def benches() -> Iterator[Build]:
     """Builds benches that are closed, and have no thread left, after the test."""
     before = alive()
     built: list[Bench] = []
 
     def build(**parts: Any) -> Bench:
-        built.append(Bench(events=events(), **parts))
+        built.append(Bench(**parts))
         return built[-1]
 
     yield build

@@ -93,7 +93,7 @@ CASES: Final[Mapping[str, Mapping[str, int]]] = {
         "test_a_rank_that_dies_in_the_middle_of_the_last_move_is_missed": 0,
         "test_a_last_step_that_is_lost_is_raised_or_fails_the_process": 2,
     },
-    "procs/wave/test_wave_model.py": {
+    "procs/wave/test_waves.py": {
         "test_a_rank_that_dies_in_the_middle_of_the_last_message_is_missed": 0
     },
     "procs/mpi/test_kvstore_mpi.py": {"test_faults_are_named_on_every_survivor": 2},

@@ -1,15 +1,11 @@
-"""A thread that waits for the messages of tasks, one task after the other."""
+"""A thread that waits for messages, those of one task after those of the other."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from typing import Any, NamedTuple
-
-from bytesched.errors import BytesschedError, SchedulerClosed, TransportError
-from bytesched.task import CommTask
-from bytesched.transport import Done
 
 from .messages import Messages
 
@@ -17,21 +13,25 @@ __all__ = ["Waiter"]
 
 
 class _Begun(NamedTuple):
-    task: CommTask
+    name: str
     #: sends and receives, each with its peer
     works: Sequence[tuple[Any, int]]
-    done: Done
+    done: Callable[[], None]
 
 
 class Waiter:
-    """Waits for what a transport has begun, and reports the end of each task.
+    """Waits for what was begun, and reports the end of each task.
 
     Args:
         name: of the thread.
+        fail: called there with an error, unless the thread is to end.
     """
 
-    def __init__(self, messages: Messages, name: str) -> None:
+    def __init__(
+        self, messages: Messages, name: str, fail: Callable[[BaseException], None]
+    ) -> None:
         self._messages = messages
+        self._fail = fail
         self._begun: SimpleQueue[_Begun | None] = SimpleQueue()
         self._lock = threading.Lock()
         self._under_way = 0
@@ -44,11 +44,11 @@ class Waiter:
         """Whether it waits for a message."""
         return bool(self._under_way)
 
-    def put(self, task: CommTask, works: Sequence[tuple[Any, int]], done: Done) -> None:
-        """Calls ``done`` when ``works`` have ended, after those of earlier tasks."""
+    def put(self, name: str, works: Sequence[tuple[Any, int]], done: Callable[[], None]) -> None:
+        """Calls ``done`` when ``works`` of a task have come, after those of earlier tasks."""
         with self._lock:
             self._under_way += 1
-        self._begun.put(_Begun(task, works, done))
+        self._begun.put(_Begun(name, works, done))
 
     def stop(self) -> None:
         """Ends the thread when nothing is under way; what fails from now on was closed."""
@@ -61,18 +61,16 @@ class Waiter:
 
     def _run(self) -> None:
         while (begun := self._begun.get()) is not None:
-            failed: BytesschedError | None = None
             try:
-                for work, peer in begun.works:
-                    self._messages.wait(work, peer, task=begun.task.name)
-            except TransportError as error:
-                failed = (
-                    SchedulerClosed(f"closed while {begun.task.name} was being sent")
-                    if self._closed
-                    else error
-                )
-            with self._lock:
-                self._under_way -= 1
-            begun.done(begun.task, failed)
+                try:
+                    for work, peer in begun.works:
+                        self._messages.wait(work, peer, task=begun.name)
+                finally:
+                    with self._lock:
+                        self._under_way -= 1
+                begun.done()
+            except BaseException as error:  # noqa: BLE001 - others wait for what does not come
+                if not self._closed:
+                    self._fail(error)
             # Their memory is not to wait for the next task.
             begun = work = None

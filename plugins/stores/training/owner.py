@@ -156,15 +156,13 @@ class Owner:
         self.pieces.clear()
 
 
-class _Values:
+def _put_values(groups: Sequence[tuple[dict[str, Any], Sequence[Slot]]]) -> None:
     """Puts what came into parameters (see `bundles.Update`)."""
-
-    def update(self, groups: Sequence[tuple[dict[str, Any], Sequence[Slot]]]) -> None:
-        with unseen():
-            for _, slots in groups:
-                for slot in slots:
-                    assert slot.member is not None
-                    slot.alias.copy_(slot.member.view)
+    with unseen():
+        for _, slots in groups:
+            for slot in slots:
+                assert slot.member is not None
+                slot.alias.copy_(slot.member.view)
 
 
 class StoreUpdates(Updates):
@@ -181,7 +179,6 @@ class StoreUpdates(Updates):
     def __init__(self, slots: Sequence[Slot], owner: Owner, *others: Any, **named: Any) -> None:
         super().__init__(slots, *others, **named)
         self._owner = owner
-        self._values = _Values()
         #: why parameters are to be here when ``step()`` is over; empty if they need not be
         self._whole_because = ""
 
@@ -205,7 +202,7 @@ class StoreUpdates(Updates):
                 self._owner.ask(optimizer)
                 # One for the step, and one for what comes.
                 self._owner.note_versions(2)
-            needed = self._owe([Debt(self._values, {}, slots) for slots in owed.values()])
+            needed = self._owe([Debt(_put_values, {}, slots) for slots in owed.values()])
         if not whole_because:
             self._meter.stepped(self._sending.outstanding_bytes(needed))
         return [{**group, "params": []} for group in optimizer.param_groups]

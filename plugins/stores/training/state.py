@@ -12,7 +12,7 @@ from torch import nn
 from bytesched.errors import PluginError
 
 from ...planned.buckets import Bucket, Chunk, Member
-from ...update.frozen import snapshot
+from ...update.surroundings import snapshot
 
 __all__ = [
     "Piece",

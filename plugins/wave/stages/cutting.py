@@ -5,22 +5,18 @@ from __future__ import annotations
 import copy
 import logging
 import math
-import statistics
 from collections.abc import Callable, Sequence
 from time import perf_counter
-from typing import Any, Final
+from typing import Final
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
+from ...burst.record import timed
 from ...routes.groups.group import Group
-
-__all__ = ["balanced", "cut", "layer_times_s"]
 
 log = logging.getLogger("bytesched")
 
-_REPEATS: Final = 3
 _PROBE_BYTES: Final = 4 * 2**20
 #: how often the weights of a stage cross a link in a step, gradients included
 _CROSSINGS: Final = 3
@@ -53,24 +49,13 @@ def layer_times_s(layers: Sequence[nn.Module], inputs: Tensor) -> list[float]:
 
     Copies are timed, so that neither statistics nor random numbers change.
     """
-    times = []
+    times_s = []
     x = inputs.detach()
     with torch.random.fork_rng():
         for layer in layers:
-            twin = copy.deepcopy(layer)
-            found = []
-            for _ in range(_REPEATS):
-                x_in = x.detach().requires_grad_(x.is_floating_point())
-                # Layers that work in place may overwrite neither a leaf nor the next input.
-                x_copy = x_in.clone()
-                began_s = perf_counter()
-                y = twin(x_copy)
-                if y.requires_grad:
-                    y.backward(torch.ones_like(y))
-                found.append(perf_counter() - began_s)
-            times.append(statistics.median(found))
-            x = y.detach()
-    return times
+            forward_ms, backward_ms, x = timed(copy.deepcopy(layer), x)
+            times_s.append((forward_ms + backward_ms) / 1e3)
+    return times_s
 
 
 def cut(group: Group, model: nn.Sequential, inputs: Tensor) -> list[int]:
@@ -78,9 +63,9 @@ def cut(group: Group, model: nn.Sequential, inputs: Tensor) -> list[int]:
     layers = list(model)
     sizes = [sum(p.nbytes for p in layer.parameters()) for layer in layers]
     probe = torch.zeros(_PROBE_BYTES // 4)
-    group.wait(group.backend.allreduce([probe]), task="connecting")
+    group.wait(group.all_reduce(probe), task="connecting")
     began_s = perf_counter()
-    group.wait(group.backend.allreduce([probe]), task="measuring the link")
+    group.wait(group.all_reduce(probe), task="measuring the link")
     bytes_per_s = 2 * (group.size - 1) / group.size * _PROBE_BYTES / (perf_counter() - began_s)
     times_s = layer_times_s(layers, inputs)
 
@@ -92,9 +77,7 @@ def cut(group: Group, model: nn.Sequential, inputs: Tensor) -> list[int]:
         return max(sum(times_s[start:stop]), sent_s)
 
     bounds = torch.tensor(balanced(len(layers), group.size, cost))
-    options: Any = dist.BroadcastOptions()
-    options.rootRank = 0
-    group.wait(group.backend.broadcast([bounds], options), task="the cut of the model")
+    group.broadcast([bounds], task="the cut of the model")
     if group.rank == 0:
         log.info("%d layers in %d stages, cut at %s", len(layers), group.size, bounds.tolist())
     return [int(bound) for bound in bounds]

@@ -21,21 +21,20 @@ from bytesched.log import show
 
 from ...c10d.carrying import broadcast
 from ...c10d.joining import joining
-from ...dependency.progress import Progress
+from ...dependency.failures import Progress
 from ...warmup.agree import settings
 from ..conditions import refuse_uncuttable
 from .cutting import cut
 from .routes import Cargo, visits
 from .stage import Stage
 from .traffic import Traffic
-from .whole import clip_grad_norm_, unscale_
-
-__all__ = ["ModelWaves"]
 
 log = logging.getLogger("bytesched")
 
 _USED: Final = frozenset({"partition_bytes", "timeout_s", "timeline", "log_level"})
 
+#: as in torch.nn.utils.clip_grad_norm_
+_SMALL: Final = 1e-6
 #: instances are numbered in the order of their making, which is the same on all ranks
 _number = itertools.count()
 
@@ -147,10 +146,9 @@ class ModelWaves:
             for index, stage in enumerate(self.stages):
                 if not stage.is_home:
                     stage.come()
-                options: Any = dist.BroadcastOptions()
-                options.rootRank = index
-                work = self._group.backend.broadcast([stage.flat], options)
-                self._group.wait(work, task=f"the weights of stage {index}")
+                self._group.broadcast(
+                    [stage.flat], root=index, task=f"the weights of stage {index}"
+                )
                 for offset, layer in enumerate(stage.module):
                     prefix = f"{self._names[self.bounds[index] + offset]}."
                     found |= {prefix + n: v.clone() for n, v in layer.state_dict().items()}
@@ -163,14 +161,30 @@ class ModelWaves:
 
         In ``update``; collective.
         """
-        return clip_grad_norm_(self._group, self.stages[self.rank].parameters, max_norm)
+        parameters = self.stages[self.rank].parameters
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        squares = [torch.linalg.vector_norm(g, dtype=torch.float64).square() for g in gradients]
+        total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64)
+        self._group.wait(self._group.all_reduce(total), task="the norm of all gradients")
+        norm = total.sqrt()
+        factor = torch.clamp(max_norm / (norm + _SMALL), max=1.0)
+        for gradient in gradients:
+            gradient.mul_(factor.to(gradient.dtype))
+        return norm.to(parameters[0].dtype)
 
     def unscale_(self, scaler: torch.amp.GradScaler) -> None:
         """As ``scaler.unscale_`` of the optimizer; all ranks skip a step that one has to skip.
 
         In ``update``, before ``scaler.step``; collective.
         """
-        unscale_(self._group, scaler, self._optimizer)
+        scaler.unscale_(self._optimizer)
+        if not scaler.is_enabled():
+            return
+        # As FSDP's scaler does: nothing public has them.
+        found: dict[Any, Tensor] = scaler._found_inf_per_device(self._optimizer)
+        anywhere = torch.stack([torch.zeros(()), *(value.cpu() for value in found.values())]).amax()
+        self._group.wait(self._group.largest(anywhere), task="whether all gradients are finite")
+        found[torch.device("cpu")] = anywhere
 
     @contextmanager
     def _ending_all(self, what: str) -> Iterator[None]:

@@ -11,8 +11,6 @@ from __future__ import annotations
 from enum import Enum
 from typing import Final, NamedTuple
 
-__all__ = ["WEIGHTS", "Cargo", "Route", "sends", "source", "visits"]
-
 
 class Cargo(Enum):
     """What is on its way."""
@@ -28,6 +26,7 @@ class Cargo(Enum):
 
 
 WEIGHTS: Final = frozenset({Cargo.FORWARD, Cargo.BACKWARD})
+_TAGS_PER_CARGO: Final = 1 << 20
 
 
 class Route(NamedTuple):
@@ -66,3 +65,13 @@ def sends(rank: int, ranks: int) -> list[Route]:
             elif k != rank:
                 found.append(Route(Cargo.HOME, k, k))
     return found
+
+
+def name_of(cargo: Cargo, index: int) -> str:
+    """Of a stage's cargo, for people."""
+    return f"{cargo.name.lower()} {index}"
+
+
+def tag_of(cargo: Cargo, index: int, number: int) -> int:
+    """The tag of a message between two ranks: chunk ``number`` of a stage's cargo."""
+    return (index * len(Cargo) + cargo.value) * _TAGS_PER_CARGO + number + 1

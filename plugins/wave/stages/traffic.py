@@ -1,45 +1,28 @@
-"""Stages and gradients on their way: a task for every chunk that this rank sends."""
+"""Stages and gradients on their way, in chunks."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Final
+from itertools import pairwise
+from time import perf_counter_ns
+from typing import Any
 
 import torch
 
-from bytesched.core import SchedulerCore
 from bytesched.observe import Observers
-from bytesched.order import Leading
-from bytesched.policy import Priority
-from bytesched.scheduler import Scheduler
-from bytesched.task import CommTask
 
-from ...dependency.progress import Progress
+from ...dependency.failures import Progress
 from ...routes.groups.group import Group
 from ...routes.groups.messages import Messages
-from .chunks import Chunks, name_of, tag_of
-from .rooms import ROOMS, WAITING, Rooms
-from .routes import WEIGHTS, Cargo, Route, source, visits
-from .senders import Senders
-from .stage import Stage
-
-__all__ = ["Traffic"]
-
-#: stages that may wait for room at their receivers: visitors that are passed on, the rank's
-#: own to two others in both directions, and sums of gradients
-_HELD: Final = ROOMS + 4 + 2 * WAITING
+from ...routes.groups.waiter import Waiter
+from .routes import WEIGHTS, Cargo, Route, name_of, sends, source, tag_of, visits
+from .stage import WAITING, Rooms, Stage
 
 
 class Traffic:
-    """What one rank receives, passes on and sends home in each step.
-
-    Args:
-        stages: all of the model, by index.
-        chunk_bytes: about the size of what is sent at once.
-        progress: what all threads wait by, and where errors are kept.
-    """
+    """What one rank receives, passes on and sends home in each step."""
 
     def __init__(
         self,
@@ -54,21 +37,22 @@ class Traffic:
         self._rank, self._ranks = group.rank, group.size
         self._stages = stages
         self._progress = progress
+        self._observers = observers
         self._home = stages[self._rank]
         self._messages = Messages(group)
         progress.look = self._messages.lost
-        self._chunks = Chunks(stages, self._rank, self._ranks, chunk_bytes)
-        largest_bytes = max(stage.nbytes for stage in stages)
-        self._scheduler = Scheduler(
-            # So much that no chunk waits behind one whose receiver has no room yet.
-            SchedulerCore(Leading(Priority()), credit_bytes=_HELD * largest_bytes),
-            Senders(group, self._messages, self._chunks.addresses, self._chunk),
-            on_finish=self._on_finish,
-            on_error=progress.fail,
-            observers=observers,
-        )
-        progress.story = self._scheduler.core.story
+        progress.story = self._story
+        #: of each stage, the elements of its chunks
+        self._bounds = [_bounds(stage, chunk_bytes) for stage in stages]
+        self._routes = sends(self._rank, self._ranks)
+        #: Threads that wait for what is sent, by `_lane_of`.
+        self._lanes = {
+            kind: Waiter(self._messages, "bytesched-lane", progress.fail)
+            for kind in dict.fromkeys(map(self._lane_of, self._routes))
+        }
         # - guarded by the lock of progress
+        #: what this rank has sent in all
+        self.sent_bytes = 0
         self.rooms = Rooms(stages, self._rank)
         self._arrived: set[tuple[Cargo, int]] = set()
         #: threads that receive
@@ -89,8 +73,7 @@ class Traffic:
         with self._progress.lock:
             self._arrived.clear()
             self.rooms.begin(train=train)
-            chunks = self._chunks.by_route
-            self._left = {r: len(p) for r, p in chunks.items() if r.cargo in cargoes}
+            self._left = {r: len(self._bounds[r.stage]) for r in self._routes if r.cargo in cargoes}
         coming = [visit for visit in visits(self._ranks) if visit[0] in cargoes]
         for cargo in WEIGHTS & cargoes:
             self._ready(cargo, self._rank)
@@ -144,14 +127,23 @@ class Traffic:
         with self._progress.lock:
             self.rooms.end()
 
-    @property
-    def sent_bytes(self) -> int:
-        """What this rank has sent in all."""
-        return self._scheduler.bytes_started
-
     def close(self) -> None:
         """Ends all threads, but those that an error has left waiting for a message."""
-        self._scheduler.close()
+        lanes = self._lanes.values()
+        for lane in lanes:
+            lane.stop()
+        if any(lane.is_busy for lane in lanes):
+            self._group.abort()
+        for lane in lanes:
+            lane.join()
+
+    def _story(self) -> str:
+        """What is still to be sent, for the message of a timeout."""
+        return "\n".join(
+            f"{count} chunks of {name_of(cargo, stage)} are not sent to rank {to}"
+            for (cargo, stage, to), count in self._left.items()
+            if count
+        )
 
     # -- the receivers' threads --------------------------------------------------------
 
@@ -211,7 +203,7 @@ class Traffic:
                 with self._progress.lock:
                     self._sums[index] = total
             # By chunk: the last gradients go through all ranks when no rank computes any more.
-            for number, (start, stop) in enumerate(self._chunks.bounds(index)):
+            for number, (start, stop) in enumerate(self._bounds[index]):
                 if earlier is not None:
                     task = name_of(Cargo.GRADIENT, index)
                     self._messages.wait(works[number], self._rank - 1, task=task)
@@ -232,7 +224,7 @@ class Traffic:
         try:
             return [
                 self._group.receive(flat[start:stop], origin, tag_of(cargo, index, number))
-                for number, (start, stop) in enumerate(self._chunks.bounds(index))
+                for number, (start, stop) in enumerate(self._bounds[index])
             ]
         except RuntimeError as error:
             raise self._group.error(error, task=name_of(cargo, index)) from error
@@ -246,21 +238,44 @@ class Traffic:
 
     # -- chunks ------------------------------------------------------------------------
 
-    def _chunk(self, task: CommTask) -> torch.Tensor:
-        route, _ = self._chunks.addresses[task]
-        is_weights = route.cargo in WEIGHTS
-        flat = self._stages[route.stage].flat if is_weights else self._sums[route.stage]
-        return flat[task.start_at : task.stop_at]
+    def _lane_of(self, route: Route) -> tuple[Cargo, int, bool]:
+        """Which lane a route is in: receivers take what comes in one in order.
+
+        A lane is one kind of cargo to one rank, apart for a stage that sets out from its home: it
+        is sent before the visitors that are to be passed on, and may be taken after them.
+        """
+        return route.cargo, route.to, route.stage == self._rank
 
     def _ready(self, cargo: Cargo, index: int, number: int | None = None) -> None:
-        """What is to be sent of this cargo can be: all of it, or one chunk."""
-        for chunk in self._chunks.of(cargo, index, number):
-            chunk.notify_ready()
-            self._scheduler.notify_ready(chunk)
+        """Sends this cargo to whom it is for: all of it, or one chunk."""
+        for route in self._routes:
+            if route[:2] == (cargo, index):
+                count = len(self._bounds[index])
+                for each in range(count) if number is None else (number,):
+                    self._send(route, each)
 
-    def _on_finish(self, task: CommTask) -> None:
-        """The scheduler's thread."""
-        route, _ = self._chunks.addresses[task]
+    def _send(self, route: Route, number: int) -> None:
+        start, stop = self._bounds[route.stage][number]
+        is_weights = route.cargo in WEIGHTS
+        flat = self._stages[route.stage].flat if is_weights else self._sums[route.stage]
+        chunk, tag = flat[start:stop], tag_of(route.cargo, route.stage, number)
+        name = f"{name_of(route.cargo, route.stage)} to {route.to}"
+        name = f"{name}[{start}:]" if start else name
+        began_ns = perf_counter_ns()
+        try:
+            work = self._group.send(chunk, route.to, tag)
+        except RuntimeError as error:
+            raise self._group.error(error, task=name) from error
+        with self._progress.lock:
+            self.sent_bytes += chunk.nbytes
+        args = {"bytes": chunk.nbytes, "chunk": tag}
+        ended = partial(self._sent, route, name, began_ns, args)
+        self._lanes[self._lane_of(route)].put(name, [(work, route.to)], ended)
+
+    def _sent(self, route: Route, name: str, began_ns: int, args: dict[str, Any]) -> None:
+        """The thread of the lane."""
+        if self._observers:
+            self._observers.on_span("send", name, began_ns, perf_counter_ns(), args)
         with self._progress.lock:
             self._left[route] -= 1
             if not self._left[route]:
@@ -269,3 +284,10 @@ class Traffic:
                 else:
                     self.rooms.count(-self._sums.pop(route.stage).nbytes)
             self._progress.notify()
+
+
+def _bounds(stage: Stage, chunk_bytes: int) -> list[tuple[int, int]]:
+    """The elements of a stage, or of its gradients, in chunks of about one size."""
+    numel = stage.flat.numel()
+    count = min(numel, max(1, round(stage.nbytes / chunk_bytes)))
+    return list(pairwise(numel * number // count for number in range(count + 1)))

@@ -8,8 +8,6 @@ from types import TracebackType
 
 import torch
 
-__all__ = ["ActivationMemory"]
-
 
 class ActivationMemory:
     """A context manager that counts the bytes saved for backward in forward passes inside it.
@@ -27,7 +25,9 @@ class ActivationMemory:
         self._saved: dict[int, int] = {}
         # Released in the threads of the waves, and by the garbage collector at any moment.
         self._lock = threading.RLock()
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(
+            lambda tensor: _Saved(tensor, self), lambda saved: saved.tensor
+        )
 
     def __enter__(self) -> ActivationMemory:
         self._hooks.__enter__()
@@ -40,9 +40,6 @@ class ActivationMemory:
         trace: TracebackType | None,
     ) -> None:
         self._hooks.__exit__(kind, error, trace)
-
-    def _pack(self, tensor: torch.Tensor) -> _Saved:
-        return _Saved(tensor, self)
 
     def saved(self, storage: int, nbytes: int) -> bool:
         """One more tensor of ``storage`` is saved; whether that counts."""
@@ -77,7 +74,3 @@ class _Saved:
     def __del__(self) -> None:
         if self._counts:
             self._memory.released(self._storage, self._nbytes)
-
-
-def _unpack(saved: _Saved) -> torch.Tensor:
-    return saved.tensor

@@ -1,4 +1,7 @@
-"""The passes of one step: forward passes one after another, backward passes beside them."""
+"""The passes of one step: forward passes one after another, backward passes beside them.
+
+The gradients of several waves are joined before anything is sent.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +9,134 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
-from time import perf_counter_ns
+from time import monotonic, perf_counter_ns
 
 import torch
 from torch import nn
+from torch.autograd import Variable
 
-from bytesched.errors import PluginError
+from bytesched.errors import PluginError, SchedulerTimeout
 from bytesched.observe import Observers
 
-from .gradients import JoinedGradients
-from .streams import Lanes
+from .state import Lanes
 
-__all__ = ["Passes"]
+#: a gradient, and what its reader waits for
+_Given = tuple[torch.Tensor, "torch.cuda.Event | None"]
+
+
+class JoinedGradients:
+    """Adds up each parameter's gradients in the order of the waves, as accumulation does.
+
+    A wave leaves its sum for the next one, which waits for it, parameter by parameter. A wave
+    waits only for those before it, so one of them always goes on. In the last wave the sum takes
+    the place of the gradient before it is accumulated: hooks, DDP's and bytesched's too, see one
+    backward pass with the gradients of all waves.
+
+    Waves run at the same time, each in a thread. All methods but ``begin`` and ``finish`` are
+    called from any of them.
+    """
+
+    def __init__(
+        self,
+        named: Sequence[tuple[str, nn.Parameter]],
+        waves: int,
+        lanes: Lanes,
+        *,
+        rank: int,
+        timeout_s: float,
+    ) -> None:
+        self._named = named
+        self._rank = rank
+        self._last = waves - 1
+        self._lanes = lanes
+        self._timeout_s = timeout_s
+        self._changed = threading.Condition()
+        self._error: BaseException | None = None
+        #: per wave but the last: the sums that the next wave has not taken yet
+        self._sums: list[dict[int, _Given | None]] = []
+        #: per wave: the parameters that it is through with
+        self._seen: list[set[int]] = []
+
+    def begin(self) -> None:
+        """A step begins; nothing is under way."""
+        self._error = None
+        self._sums = [{} for _ in range(self._last)]
+        self._seen = [set() for _ in range(self._last + 1)]
+
+    def arrived(self, wave: int, index: int, gradient: torch.Tensor) -> torch.Tensor | None:
+        """``wave`` has the gradient of a parameter; returns what takes its place, if anything."""
+        if wave == self._last and not self._seen[wave]:
+            # Before the callbacks of what sends, which look for parameters without a gradient.
+            Variable._execution_engine.queue_callback(self._add_the_rest)
+        self._seen[wave].add(index)
+        total = gradient
+        if wave:
+            earlier = self._wait(wave - 1, index)
+            if earlier is not None:
+                summed, given = earlier
+                self._lanes.take(summed, given)
+                # Not in place: what autograd hands out may belong to several parameters.
+                total = summed + gradient
+        if wave == self._last:
+            return None if total is gradient else total
+        self._leave(wave, index, (total, self._lanes.give()))
+        return None
+
+    def ended(self, wave: int) -> None:
+        """The backward pass of ``wave`` is over: it has no further gradients."""
+        if wave == self._last:
+            self._add_the_rest()
+            return
+        for index in range(len(self._named)):
+            if index not in self._seen[wave]:
+                self._leave(wave, index, self._wait(wave - 1, index) if wave else None)
+
+    def fail(self, error: BaseException) -> None:
+        """A wave failed: waits for it raise ``error``."""
+        with self._changed:
+            self._error = self._error or error
+            self._changed.notify_all()
+
+    def finish(self) -> None:
+        """All waves are over; what they left for each other is let go."""
+        self._sums = []
+
+    def _add_the_rest(self) -> None:
+        """Parameters that only earlier waves used get their gradients."""
+        for index, (_, parameter) in enumerate(self._named):
+            if index not in self._seen[self._last]:
+                self._seen[self._last].add(index)
+                earlier = self._wait(self._last - 1, index)
+                if earlier is not None:
+                    self._lanes.take(*earlier)
+                    parameter.grad = earlier[0].clone()
+                    # As autograd does when it has accumulated: these hooks send.
+                    for hook in tuple((parameter._post_accumulate_grad_hooks or {}).values()):
+                        hook(parameter)
+
+    def _leave(self, wave: int, index: int, total: _Given | None) -> None:
+        with self._changed:
+            self._sums[wave][index] = total
+            self._changed.notify_all()
+
+    def _wait(self, wave: int, index: int) -> _Given | None:
+        """The sum that ``wave`` left; None if neither it nor an earlier wave has used it."""
+        sums = self._sums[wave]
+        deadline = monotonic() + self._timeout_s
+        with self._changed:
+            while index not in sums and self._error is None and monotonic() < deadline:
+                self._changed.wait(deadline - monotonic())
+        if self._error is not None:
+            raise self._error
+        if index not in sums:
+            name = self._named[index][0]
+            raise SchedulerTimeout(
+                f"wave {wave + 1} waited {self._timeout_s:g} s for the gradient of {name} of wave "
+                f"{wave}, which is stuck in a backward pass; raise timeout_s if it was only slow",
+                task=name,
+                rank=self._rank,
+            )
+        return sums.pop(index)
 
 
 class Passes:

@@ -1,15 +1,17 @@
-"""What a forward pass leaves behind beside its output: statistics, and random numbers drawn."""
+"""What each wave has of its own: its batch, its stream, and what a forward pass leaves behind."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-__all__ = ["WaveStates", "interfering"]
+from bytesched.errors import PluginError
 
 _DRAWING = (nn.modules.dropout._DropoutNd, nn.RReLU)
 
@@ -89,3 +91,125 @@ class WaveStates:
     def _set(self, states: list[torch.Tensor]) -> None:
         for generator, state in zip(self._generators, states, strict=True):
             generator.set_state(state)
+
+
+def of_waves(batches: Sequence[Any], waves: int) -> tuple[list[Any], list[float]]:
+    """The batch of every wave, and the share of its loss in that of the step.
+
+    One batch is split along the first dimension of all tensors in it; the share of a part is
+    its share of the samples. As many batches as waves are taken as they are, with equal shares.
+    """
+    if len(batches) == waves:
+        return list(batches), [1 / waves] * waves
+    if len(batches) != 1:
+        raise PluginError(f"got {len(batches)} batches for {waves} waves: pass one, or {waves}")
+    (batch,) = batches
+    samples = _samples(batch)
+    if len(samples) != 1:
+        raise PluginError(
+            f"the first dimensions of the batch are {sorted(samples) or 'missing'}: one that is to "
+            f"be split has the same in all its tensors; or pass {waves} batches, one for each wave"
+        )
+    (size,) = samples
+    if size < waves:
+        raise PluginError(f"a batch of {size} has nothing for {waves} waves")
+    cuts = [size * wave // waves for wave in range(waves + 1)]
+    parts = list(pairwise(cuts))
+    return [_part(batch, *part) for part in parts], [(stop - start) / size for start, stop in parts]
+
+
+def _samples(batch: Any) -> set[int]:
+    """The sizes of the first dimension of all tensors in ``batch``."""
+    if isinstance(batch, torch.Tensor):
+        return {batch.shape[0]} if batch.dim() else set()
+    if isinstance(batch, dict):
+        batch = list(batch.values())
+    if isinstance(batch, (list, tuple)):
+        return {size for item in batch for size in _samples(item)}
+    return set()
+
+
+def _part(batch: Any, start: int, stop: int) -> Any:
+    """The samples from ``start`` to ``stop`` of every tensor; all else as it is."""
+    if isinstance(batch, torch.Tensor):
+        return batch[start:stop] if batch.dim() else batch
+    if isinstance(batch, dict):
+        return type(batch)((key, _part(item, start, stop)) for key, item in batch.items())
+    if isinstance(batch, (list, tuple)):
+        items = [_part(item, start, stop) for item in batch]
+        return type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)
+    return batch
+
+
+class Lanes:
+    """Orders the work of the waves on a device. Does nothing, for the CPU."""
+
+    def begin(self) -> None:
+        """A step begins: what the current stream has queued comes before all waves."""
+
+    def forward(self, wave: int) -> AbstractContextManager[None]:
+        """Where the forward pass of ``wave`` runs: after that of the wave before."""
+        return nullcontext()
+
+    def backward(self, wave: int) -> AbstractContextManager[None]:
+        """Where its backward pass runs, in a thread of its own."""
+        return nullcontext()
+
+    def give(self) -> torch.cuda.Event | None:
+        """What has to be waited for before reading a gradient queued on the current stream."""
+        return None
+
+    def take(self, gradient: torch.Tensor, given: torch.cuda.Event | None) -> None:
+        """Lets the current stream read a gradient that another wave gave."""
+
+    def end(self) -> None:
+        """All waves are queued: the current stream goes on after them."""
+
+    def synchronize(self) -> None:
+        """Waits for all that is queued, so that a step can be timed."""
+
+
+class CudaLanes(Lanes):
+    """A stream for every wave."""
+
+    def __init__(self, device: torch.device, waves: int) -> None:
+        self._device = device
+        self._streams = [torch.cuda.Stream(device) for _ in range(waves)]
+        self._turn: torch.cuda.Event
+
+    def begin(self) -> None:
+        self._turn = torch.cuda.current_stream(self._device).record_event()
+
+    @contextmanager
+    def forward(self, wave: int) -> Iterator[None]:
+        stream = self._streams[wave]
+        stream.wait_event(self._turn)
+        with torch.cuda.stream(stream):
+            yield
+        self._turn = stream.record_event()
+
+    @contextmanager
+    def backward(self, wave: int) -> Iterator[None]:
+        # The device as well: a new thread begins on device 0.
+        with torch.cuda.device(self._device), torch.cuda.stream(self._streams[wave]):
+            yield
+
+    def give(self) -> torch.cuda.Event:
+        given = torch.cuda.Event()
+        given.record(torch.cuda.current_stream(self._device))
+        return given
+
+    def take(self, gradient: torch.Tensor, given: torch.cuda.Event | None) -> None:
+        current = torch.cuda.current_stream(self._device)
+        if given is not None:
+            current.wait_event(given)
+        # It is let go of before this stream has read it.
+        gradient.record_stream(current)
+
+    def end(self) -> None:
+        current = torch.cuda.current_stream(self._device)
+        for stream in self._streams:
+            current.wait_stream(stream)
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self._device)

@@ -10,7 +10,7 @@ from builds import python_with
 from paths import ROOT, SCRIPTS
 
 from bytesched.environment import child_environment
-from bytesched.plugins.update.known import KNOWN
+from bytesched.plugins.update.separable import KNOWN
 
 pytestmark = [pytest.mark.procs, pytest.mark.slow, pytest.mark.timeout(320), pytest.mark.nightly]
 

@@ -1,6 +1,12 @@
-"""Mixture of experts on several ranks: bits of torch's exchange, results of one process."""
+"""Mixture of experts on several ranks: bits of torch's exchange, results of one process.
+
+Ranks that differ are told, or may; where one raises, stands still or dies, the others hear of it.
+"""
 
 from __future__ import annotations
+
+import signal
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -16,6 +22,19 @@ from moe_cases import (
     plain_data_parallel,
     used_in_many_ways,
     volume_falls,
+)
+from moe_differing import (
+    a_router_in_32_bits,
+    another_dtype_of_one_rank,
+    bad_arguments,
+    copied_and_compiled,
+    experts_of_another_width,
+    fails_before_it_reduces,
+    frozen_on_one_rank,
+    infers,
+    layers_in_another_order,
+    raises_in_one_row,
+    raises_on_one_rank,
 )
 from ranks import Ranks, address_of, run_fresh
 
@@ -119,3 +138,109 @@ def test_the_layer_equals_one_process_by_all_to_alls(kind: str, two_ranks: Ranks
 def test_a_layer_is_used_in_many_ways_by_all_to_alls(two_ranks: Ranks) -> None:
     for found in two_ranks.run(by_all_to_all, address_of(used_in_many_ways)):
         assert all(found.values()), found
+
+
+def test_an_expert_of_another_width_is_an_error_on_all_ranks_which_go_on(
+    three_ranks: Ranks,
+) -> None:
+    first, second, last = three_ranks.run(experts_of_another_width)
+    assert last[0].startswith("PluginError: experts of layer")
+    for found in (first, second):
+        # The other rank that is told closes its connections too: whichever end is seen first.
+        assert found[0].startswith("PeerLost: "), found
+        assert "rank 2" in found[0].partition(" is gone")[0], found
+        assert "rank 2 said: experts of layer" in found[0], found
+    assert [found[1] for found in (first, second, last)] == ["no error"] * 3
+
+
+def test_ranks_in_different_layers_are_told_which(two_ranks: Ranks) -> None:
+    first, second = two_ranks.run(layers_in_another_order)
+    assert first == second
+    for found in first[:3]:
+        assert found.startswith("MismatchError: the ranks of the exchange disagree: rank 0 has")
+        assert found.endswith("nothing was sent")
+    assert "in many, rank 1 has" in first[0]
+    assert "in few, and 4 counts in place of 16" in first[0]
+    assert "in same" in first[1]
+    assert "in few, rank 1 has" in first[2]
+    assert first[3] == (
+        "MismatchError: the ranks disagree about the gate's experts: rank 0 of the layer has 4, "
+        "rank 1 has 8"
+    )
+    assert first[4] == "no error"
+
+
+def test_experts_are_trained_beside_frozen_ones_of_another_rank(two_ranks: Ranks) -> None:
+    for equal, found in two_ranks.run(frozen_on_one_rank):
+        assert equal
+        assert "rank 1 of the exchange computes without gradients" in found
+
+
+@pytest.mark.parametrize("case", [another_dtype_of_one_rank, infers, a_router_in_32_bits])
+def test_dtypes_and_inference(case: Callable[[], bool], two_ranks: Ranks) -> None:
+    """Results have the dtype of tokens, whatever one rank or a wider router makes."""
+    assert two_ranks.run(case) == [True, True]
+
+
+def test_layers_can_be_copied_and_compiled(two_ranks: Ranks) -> None:
+    assert two_ranks.run(copied_and_compiled) == [(True, True)] * 2
+
+
+def test_pieces_are_at_least_one(two_ranks: Ranks) -> None:
+    for found in two_ranks.run(bad_arguments):
+        assert all(line.startswith("ConfigError: most_pieces = ") for line in found)
+
+
+@pytest.mark.parametrize(
+    ("kind", "error_type"),
+    [
+        ("first expert", ValueError),
+        ("last expert", ValueError),
+        ("last expert", KeyboardInterrupt),
+        ("gate", ValueError),
+    ],
+)
+def test_an_error_on_one_rank_is_told_to_the_others_which_go_on(
+    kind: str, error_type: type[BaseException], four_ranks: Ranks
+) -> None:
+    *others, last = four_ranks.run(raises_on_one_rank, kind, error_type)
+    assert last == ["its own", "no error", 0]
+    what = "the gate" if kind == "gate" else "experts"
+    for found, *rest in others:
+        assert isinstance(found, str)
+        assert found.startswith("PeerLost: "), found
+        assert f"rank 3 said: {what} of layer " in found, found
+        assert f" raised {error_type.__name__}: the weather" in found, found
+        assert rest == ["no error", 0]
+
+
+def test_an_error_in_one_row_of_a_grid_stays_in_it(four_ranks: Ranks) -> None:
+    *first_row, (third,), (last,) = four_ranks.run(raises_in_one_row)
+    assert first_row == [["no error"], ["no error"]]
+    assert third.startswith("PeerLost: rank 3 is gone"), third
+    # By its number in the job, as everywhere.
+    assert "rank 3 said: experts of layer " in third, third
+    assert last == "its own"
+
+
+@pytest.mark.parametrize(
+    ("number", "limit_s", "expected"),
+    [
+        (signal.SIGSTOP, 4, "SchedulerTimeout: no progress within 4 s: "),
+        (signal.SIGKILL, 100, "PeerLost: rank 3 is gone"),
+    ],
+)
+def test_sums_of_expert_gradients_end_at_the_limit_of_exchanges(
+    number: int, limit_s: int, expected: str
+) -> None:
+    """The process group's own limit is 30 s, and a stopped rank is ended by the one that waits."""
+    limit = {"BYTESCHED_TIMEOUT_S": str(limit_s)}
+    first, second, third, last = run_fresh(
+        fails_before_it_reduces, world_size=4, timeout_s=25, env=limit, args=(number,)
+    )
+    assert last.code == -9
+    assert second.code == 0, second.stderr
+    assert second.stdout.startswith(expected), second.stdout
+    assert "task gradients of experts over ranks 1, 3, seen by rank 1" in second.stdout
+    for other in (first, third):
+        assert (other.code, other.stdout) == (0, "no error\n"), other.stderr

@@ -1,4 +1,7 @@
-"""Two pipelines of two ranks: stages that are replicated train as if reduced at the end."""
+"""Two pipelines of two ranks: stages that are replicated train as if reduced at the end.
+
+What cannot be wrapped is refused on all ranks; what fails in a step is told to the others.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,15 @@ from pipeline_cases import (
     trains_the_example,
     unchanged_script,
     unwrapped_in_the_middle,
+)
+from pipeline_faults import (
+    ends_in_a_step,
+    given_an_order,
+    given_other_orders,
+    loaded_after_wrap,
+    misused,
+    refused,
+    wrapped_before_it_was_a_stage,
 )
 from pipeline_models import SPLIT
 from ranks import Ranks, run_fresh
@@ -85,11 +97,7 @@ def test_whatever_the_script_does_between(kind: str, script: str, four_ranks: Ra
 
 
 @pytest.mark.parametrize(
-    "fields",
-    [
-        {"tune": True, "partition_bytes": 0, "credit_bytes": 0},
-        {"policy": "fifo"},
-    ],
+    "fields", [{"tune": True, "partition_bytes": 0, "credit_bytes": 0}, {"policy": "fifo"}]
 )
 @pytest.mark.parametrize("script", ["", "clips"])
 def test_whatever_carries_the_gradients(
@@ -160,3 +168,111 @@ def test_torch_runs_a_planned_order_unchanged(
     times = "--forward-ms 1 --backward-ms 2 --ranks 2 --microbatches 4 --time-limit-s 10"
     assert main(["plan", *times.split(), *options.split(), "--csv", str(path)]) == 0
     assert max(four_ranks.run(follows_a_planned_order, str(path))) < 1e-6
+
+
+#: what is wrong -> what each rank is told
+TOLD = {
+    "another placement": "MismatchError: rank 0 has stages 0, 3 of 4, rank 2 has stages 0, 2 of 4",
+    "another order": "MismatchError: the ranks disagree: ",
+    "other values": "begin with different values",
+    "one stage in DDP": "PluginError: 1 of 2 stages on rank ",
+    "never reduced": "PluginError: the order of _PipelineScheduleRuntime never reduces stage ",
+    "some modules": "PluginError: _PipelineScheduleRuntime has 2 stages on this rank, and 1 ",
+    "shared device": "PluginError: share = 'jobs' is not there for pipelines",
+    "folded": "PluginError: accumulate is not there for pipelines",
+    "off": "PluginError: nothing would reduce the gradients of replicated stages: enabled is off",
+    "off, in DDP": "no error",
+    "a hook of DDP": "a communication hook is registered on the DDP module; stage ",
+    "DDP's mixed precision": "wrapped: DDP's own mixed precision reduces in a hook of its own",
+    "delayed by DDP": "wrapped: DDP delays the all-reduce of some parameters",
+    "FSDP": " is sharded by FSDP, which reduces gradients itself",
+    "FSDP, named": " is sharded by FSDP, which reduces gradients itself",
+    "FSDP1": " is sharded by FSDP, which reduces gradients itself",
+    "a DTensor": ".up.bias is a DTensor, of which each rank has a part: ",
+    "a DTensor, named": ".up.bias is a DTensor, of which each rank has a part: ",
+    "sparse": " rank 2 cannot be wrapped: stage",
+    "a mapping": "PluginError: groups is a dict: for a pipeline it is the process group",
+}
+
+
+@pytest.mark.parametrize("what", TOLD)
+def test_what_cannot_be_wrapped(what: str, four_ranks: Ranks) -> None:
+    said = four_ranks.run(refused, what)
+    for text in said:
+        assert TOLD[what] in text
+
+
+def test_a_pipeline_without_replicas_has_one_order(four_ranks: Ranks) -> None:
+    said = four_ranks.run(refused, "another order, no replicas")
+    assert said[:2] == ["no error", "no error"]
+    assert all(text.startswith("MismatchError: the ranks disagree: ") for text in said[2:]), said
+
+
+def test_ranks_that_read_other_orders(four_ranks: Ranks) -> None:
+    said = four_ranks.run(given_other_orders)
+    assert said[:2] == ["no error", "no error"]
+    for text in said[2:]:
+        assert text.startswith("MismatchError: the ranks disagree: rank "), said
+        assert " has 'an order of 4 stages and 2 micro-batches with digest " in text
+
+
+def test_an_order_that_all_ranks_load_after_wrap(four_ranks: Ranks, tmp_path: Path) -> None:
+    assert four_ranks.run(loaded_after_wrap, "all", str(tmp_path)) == ["no error"] * 4
+
+
+def test_ranks_that_load_other_orders_after_wrap(four_ranks: Ranks, tmp_path: Path) -> None:
+    said = four_ranks.run(loaded_after_wrap, "one", str(tmp_path))
+    assert all(text.startswith("MismatchError: the ranks disagree: ") for text in said[2:]), said
+    assert all(text.startswith("PeerLost: ") for text in said[:2]), said
+
+
+def test_a_module_that_became_a_stage_is_refused_when_it_is_called() -> None:
+    first, _, third, _ = run_fresh(wrapped_before_it_was_a_stage, 4, 60)
+    for rank in (first, third):
+        assert rank.code == 0, rank.stderr
+        assert "was wrapped alone, and is a stage of a pipeline now" in rank.stdout, rank.stderr
+
+
+@pytest.mark.parametrize("how", ["dies", "raises"])
+def test_a_rank_that_ends_in_a_step(how: str) -> None:
+    first, second, third, last = run_fresh(ends_in_a_step, 4, 60, args=(how,))
+    # Replicas, and then what the first of them has left behind.
+    assert first.stdout.startswith("PeerLost: "), first
+    assert "is gone" in first.stdout
+    assert second.stdout.startswith("PeerLost: "), second
+    assert last.stdout.startswith("PeerLost: rank of this pipeline, 2, is gone ("), last
+    assert third.stdout == ("ValueError: the weather\n" if how == "raises" else "")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("0F0,0B0\n1F0,oops\n", "row 2, cell 2"),
+        ("0F0,0B0,1F0,1B0,2F0,2B0,3F0,3B0\n", "ConfigError: "),
+        ("0F0,0B0\n1F0,1B0\n", "is of 2 stages, and the model was cut into 4"),
+        (
+            "0F0,2F0,2B0,0B0\n1F0,3F0,3B0,1B0\n",
+            "has stages 0, 2 on rank 0 of the pipeline, which was given stages 0, 3",
+        ),
+        ("0F0,3F0,3B0,0B0\n1F0,2F0,2B0,1B0\n", "no error"),
+    ],
+)
+def test_a_foreign_order(text: str, said: str, four_ranks: Ranks, tmp_path: Path) -> None:
+    first, *_ = four_ranks.run(given_an_order, text, str(tmp_path / "order.csv"))
+    assert said in first
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("custom function", "was not reduced on rank"),
+        ("another schedule", "runs in another schedule than the one that was wrapped"),
+        ("another module", "its module was replaced, by a Sequential"),
+        ("thawed", "parameters have gradients that required none when it was wrapped"),
+    ],
+)
+def test_what_would_not_be_reduced_is_an_error(how: str, said: str) -> None:
+    told = [rank.stdout for rank in run_fresh(misused, 4, 60, args=(how,))]
+    # Who hears of it from its pipeline or its replicas first has their error.
+    assert any(said in text for text in told)
+    assert all(text.startswith(("PluginError: ", "PeerLost: ")) for text in told), told

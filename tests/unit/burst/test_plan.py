@@ -31,8 +31,8 @@ from bytesched.burst.graph import (
     layers_of,
     load_graph,
 )
-from bytesched.burst.lanes import capacities, lanes_of
-from bytesched.burst.planfile import load_plan
+from bytesched.burst.items import capacities, lanes_of
+from bytesched.burst.planfile import load_named_plan
 from bytesched.burst.search import fastest_plan
 from bytesched.commands import burst
 from bytesched.errors import ConfigError
@@ -250,7 +250,7 @@ def test_command_writes_a_plan_that_can_be_read(
     assert written["amplification"] <= 2.0
     graph = load_graph(["vgg16"], fixed_share=0.2)
     task = Task(graph, Cluster(8, written["bytes_per_s"], 30e-6), 2.0)
-    timeline = schedule(task, load_plan(tmp_path / "plan.json"))
+    timeline = schedule(task, tuple(place for _, place in load_named_plan(tmp_path / "plan.json")))
     assert timeline.time_ns / 1e6 == pytest.approx(written["iteration_ms"])
     totals = [point["total_devices"] for point in written["curve"]]
     assert len(totals) > 5

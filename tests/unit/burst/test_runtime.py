@@ -38,9 +38,7 @@ class Waiting:
 
 
 @pytest.mark.parametrize("kind", [RuntimeError, SystemExit])
-def test_a_background_step_that_raises_ends_the_background_alone(
-    kind: type[BaseException],
-) -> None:
+def test_a_background_step_that_raises_ends_the_background_alone(kind: type[BaseException]) -> None:
     began = threading.Event()
 
     def step() -> None:

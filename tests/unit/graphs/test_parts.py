@@ -16,10 +16,8 @@ from torch import Tensor
 from bytesched.errors import MismatchError, PluginError
 from bytesched.observe import Observer, Observers
 from bytesched.plugins import graphs
-from bytesched.plugins.graphs import laps as laps_module
-from bytesched.plugins.graphs.laps import Laps
-from bytesched.plugins.graphs.matrices import entries
-from bytesched.plugins.graphs.pieces import Halo, cut
+from bytesched.plugins.graphs.layer import Laps
+from bytesched.plugins.graphs.pieces import Halo, cut, entries
 
 
 def line(vertices: int = 4) -> graphs.Partition:
@@ -159,11 +157,7 @@ def test_a_layer_that_is_traced_tells_where_its_time_goes() -> None:
     def traced() -> Laps:
         return Laps([Observers([heard])])
 
-    # Each module has the name of its own.
-    with (
-        mock.patch.object(graphs.layer, "laps", traced),
-        mock.patch.object(graphs.aggregation, "laps", traced),
-    ):
+    with mock.patch.object(graphs.layer, "laps", traced):
         y = layer(torch.ones(4, 3))
         forward = [name for _, name in heard.spans]
         heard.spans.clear()
@@ -173,8 +167,8 @@ def test_a_layer_that_is_traced_tells_where_its_time_goes() -> None:
 
 
 def test_without_a_trace_nobody_is_told_and_nothing_is_hooked() -> None:
-    assert laps_module.laps()._observers == []
+    assert graphs.layer.laps()._observers == []
     y = graphs.GraphConv(line(), 3, 2)(torch.ones(4, 3))
-    with mock.patch.object(laps_module, "perf_counter_ns", side_effect=AssertionError):
+    with mock.patch.object(graphs.layer, "perf_counter_ns", side_effect=AssertionError):
         y.sum().backward()
         graphs.GraphConv(line(), 3, 2)(torch.ones(4, 3))

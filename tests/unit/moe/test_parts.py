@@ -13,7 +13,7 @@ from torch import nn
 
 from bytesched.errors import ConfigError, PluginError
 from bytesched.plugins import moe
-from bytesched.plugins.moe.pieces import cut, number_of_pieces
+from bytesched.plugins.moe.exchange import cut, number_of_pieces
 
 
 @pytest.mark.parametrize("is_linear", [False, True])

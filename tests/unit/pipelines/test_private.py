@@ -96,10 +96,7 @@ def test_a_schedule_that_torch_does_not_have() -> None:
     ("version", "lines"), [("2.11.0", 0), ("2.15.1+cpu", 0), ("2.16.0a0+git1", 1), ("3.0.0", 1)]
 )
 def test_a_newer_torch_is_logged_once(
-    version: str,
-    lines: int,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    version: str, lines: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(torch, "__version__", version)
     logger = logging.getLogger("bytesched")

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bytesched.plugins.planned.cutting import Cut, cut_dealt, cut_whole
-from bytesched.plugins.planned.dealing import Way
+from bytesched.plugins.planned.owners import Way
 
 
 @given(st.integers(1, 10_000), st.sampled_from([2, 4, 8]), st.integers(1, 50_000))

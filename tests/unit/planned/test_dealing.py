@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bytesched.plugins.planned.dealing import Gradient, Way, dealt
+from bytesched.plugins.planned.owners import Gradient, Way, dealt
 
 MB = 1_000_000
 SECONDS_PER_BYTE = 1e-8

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from bytesched.plugins.proxies import pending, pending_grads
-from bytesched.plugins.proxies.metadata import METADATA
+from bytesched.plugins.proxies.pending import METADATA
 
 SEEDS, AT_A_TIME = 60, 10
 

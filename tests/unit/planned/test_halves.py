@@ -362,7 +362,7 @@ def test_nothing_is_kept_of_a_round_that_is_over(ends: Ends, ranks: list[Rank]) 
     ends.finish()
     halves = ranks[0].halves
     assert len(list(halves.works())) == 1
-    assert halves.spans.is_complete
+    assert halves.carried.spans.is_complete
     halves.let_go()
     assert not list(halves.works())
     assert not halves.is_round_whole

@@ -14,8 +14,9 @@ from torch import nn
 from torch._C import _distributed_c10d
 from torch._C._distributed_c10d import Backend, HashStore
 
-from bytesched.plugins.proxies import entries, hold
+from bytesched.plugins.proxies import entries
 from bytesched.plugins.proxies.entries import guard_entries
+from bytesched.plugins.proxies.pending import hold
 
 KINDS = [dist.ProcessGroup, Backend]
 if hasattr(_distributed_c10d, "Window"):

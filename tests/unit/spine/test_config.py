@@ -137,8 +137,7 @@ def test_unused_parameters_may_be_left_open() -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "written"),
-    [("compression", "int4"), ("log_level", "LOUD"), ("policy", " ")],
+    ("field", "written"), [("compression", "int4"), ("log_level", "LOUD"), ("policy", " ")]
 )
 def test_name_is_refused(field: str, written: str) -> None:
     with pytest.raises(ConfigError, match=f"{field} = '{written}'"):
@@ -340,10 +339,7 @@ def test_keyword_types_and_fields_agree() -> None:
     ("variables", "view"),
     [
         ({}, RankView("none", 0, 0, 1)),
-        (
-            {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4"},
-            RankView("torchrun", 3, 1, 4),
-        ),
+        ({"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4"}, RankView("torchrun", 3, 1, 4)),
         ({"RANK": "3"}, RankView("none", 0, 0, 1)),
         ({"SLURM_PROCID": "2", "SLURM_NTASKS": "8"}, RankView("slurm", 2, -1, 8)),
         (

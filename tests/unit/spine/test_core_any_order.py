@@ -62,11 +62,6 @@ class AnyEvents(RuleBasedStateMachine):
         task.rearm()
         self.waiting.append(task)
 
-    @rule(credit_bytes=st.integers(1, 80))
-    def change_credit(self, credit_bytes: int) -> None:
-        started = self.core.set_credit(credit_bytes)
-        self.expect_starts(started)
-
     @rule()
     def hold(self) -> None:
         self.held += 1

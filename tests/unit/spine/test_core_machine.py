@@ -12,7 +12,7 @@ from plans import planned, ready
 
 from bytesched.core import SchedulerCore
 from bytesched.errors import InvalidTransition
-from bytesched.order import Following, Leading
+from bytesched.order import Leading
 from bytesched.policy import Fifo, Priority
 from bytesched.task import CommTask, TaskState
 
@@ -82,29 +82,10 @@ def test_equal_priorities_go_in_order_of_readiness_and_are_never_compared() -> N
     assert drain(core, first) == tasks
 
 
-def test_more_credit_starts_more_and_less_waits_for_room() -> None:
-    core = core_of(10)
-    a, b, c, d = planned([10] * 4)
-    for task in (a, b, c, d):
-        ready(core, task)
-    assert core.set_credit(30) == [b, c]
-    assert core.set_credit(10) == []
-    core.validate()
-    assert core.finish(a) == []
-    assert core.finish(b) == [], "10 bytes are still in flight, and that is the new window"
-    core.validate()
-    assert core.finish(c) == [d]
-    assert core.credit_bytes == 10
-
-
 @pytest.mark.parametrize("credit_bytes", [0, -1])
 def test_credit_is_at_least_a_byte(credit_bytes: int) -> None:
     with pytest.raises(ValueError, match="credit"):
         core_of(credit_bytes)
-    core = core_of(5)
-    with pytest.raises(ValueError, match="credit"):
-        core.set_credit(credit_bytes)
-    assert core.credit_bytes == 5
 
 
 def test_a_failed_task_gives_its_bytes_back() -> None:
@@ -125,7 +106,6 @@ def test_nothing_is_started_after_a_failure() -> None:
         ready(core, task)
     core.fail(a)
     assert core.finish(b) == []
-    assert core.set_credit(1000) == []
     assert ready(core, d) == []
     core.validate()
     assert (c.state, d.state) == (TaskState.READY, TaskState.READY)
@@ -156,21 +136,6 @@ def test_wrong_events_are_refused_with_the_story() -> None:
     with pytest.raises(InvalidTransition, match="finish"):
         core.finish(a)
     core.validate()
-
-
-def test_the_queue_changes_only_between_iterations() -> None:
-    core = core_of(10)
-    a, b = planned([10, 10])
-    ready(core, a)
-    with pytest.raises(InvalidTransition, match="cannot change"):
-        core.use_queue(Following())
-    ready(core, b)
-    core.finish(a)
-    core.finish(b)
-    core.use_queue(Following())
-    a.rearm()
-    assert ready(core, a) == []
-    assert core.ordered([0]) == [a]
 
 
 def test_what_is_held_back_would_start_were_nothing_held() -> None:

@@ -17,12 +17,7 @@ class Recorder(Observer):
         self.calls: list[tuple[Any, ...]] = []
 
     def on_span(
-        self,
-        track: str,
-        name: str,
-        start_ns: int,
-        end_ns: int,
-        args: dict[str, Any] | None = None,
+        self, track: str, name: str, start_ns: int, end_ns: int, args: dict[str, Any] | None = None
     ) -> None:
         self.calls.append(("span", track, name, start_ns, end_ns, args))
 

@@ -1,24 +1,30 @@
-"""Scheduler: the thread around the core, what it sends, tells and counts."""
+"""Scheduler: what it sends, tells and counts; errors stay, and closing always ends it."""
 
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Iterator
 from typing import Any, Literal
 
 import pytest
 from plans import planned
-from scheduler_bench import WAIT_S, Bench, Build, benches
+from scheduler_bench import WAIT_S, Bench, Build, alive, benches
 
+from bytesched.core import SchedulerCore
+from bytesched.errors import InvalidTransition, SchedulerClosed, TransportError
 from bytesched.observe import Observer, Observers
-from bytesched.order import Following
-from bytesched.scheduler import EventThread, InTurn
+from bytesched.order import Following, Leading
+from bytesched.policy import Priority
+from bytesched.scheduler import Scheduler
 from bytesched.task import CommTask, TaskState
+from bytesched.testing import FakeTransport
+from bytesched.transport import Done
 
 
-@pytest.fixture(params=[EventThread, InTurn])
-def build(request: pytest.FixtureRequest) -> Iterator[Build]:
-    with benches(request.param) as build:
+@pytest.fixture
+def build() -> Iterator[Build]:
+    with benches() as build:
         yield build
 
 
@@ -59,25 +65,11 @@ def test_tasks_go_round_in_every_iteration(bench: Bench) -> None:
 
 def test_tasks_are_announced_together_and_before_they_start(build: Build) -> None:
     bench = build(credit_bytes=30)
-    tasks = planned([10] * 4)
-    bench.ready(tasks[0])
-    bench.transport.wait_for(1)
-    bench.ready(*tasks[1:])
-    bench.transport.wait_for(3)
-    bench.settle()
-    assert bench.announced == [[0], [1], [2]]
-    bench.scheduler.set_credit(1000)
-    bench.transport.wait_for(4)
-    assert bench.announced == [[0], [1], [2], [3]]
-
-
-def test_a_batch_is_one_announcement(build: Build) -> None:
-    bench = build(credit_bytes=10)
-    tasks = planned([10] * 4)
+    tasks = planned([10, 10, 10, 30])
     bench.ready(tasks[3], *tasks[:3])
     bench.transport.wait_for(1)
     bench.settle()
-    bench.scheduler.set_credit(1000)
+    bench.transport.finish_next()
     bench.transport.wait_for(4)
     assert bench.announced == [[3], [0, 1, 2]]
 
@@ -96,29 +88,13 @@ def test_what_is_ready_starts_in_the_order_that_was_given(build: Build) -> None:
     assert bench.transport.started == [c, a, b]
 
 
-def test_the_queue_is_swapped_between_iterations(bench: Bench) -> None:
-    (task,) = planned([10] * 1)
-    bench.scheduler.use_queue(Following())
-    bench.ready(task)
-    bench.settle()
-    assert bench.transport.started == []
-    bench.scheduler.ordered([0])
-    bench.transport.wait_for(1)
-    assert bench.errors == []
-
-
 class Recorder(Observer):
     def __init__(self) -> None:
         self.spans: list[tuple[str, str, int, int, dict[str, Any] | None]] = []
         self.flows: list[tuple[str, int, str, int]] = []
 
     def on_span(
-        self,
-        track: str,
-        name: str,
-        start_ns: int,
-        end_ns: int,
-        args: dict[str, Any] | None = None,
+        self, track: str, name: str, start_ns: int, end_ns: int, args: dict[str, Any] | None = None
     ) -> None:
         self.spans.append((track, name, start_ns, end_ns, args))
 
@@ -181,3 +157,193 @@ def test_repr_tells_its_state(build: Build) -> None:
     bench.scheduler.fail(RuntimeError("stop"))
     assert bench.failed.wait(WAIT_S)
     assert "failed" in repr(bench.scheduler)
+
+
+def test_the_first_error_stays_and_nothing_is_started_after_it(build: Build) -> None:
+    bench = build(credit_bytes=20)
+    a, b, c = planned([10] * 3)
+    bench.ready(a, b, c)
+    bench.transport.wait_for(2)
+    first, second = TransportError("first"), TransportError("second")
+    bench.transport.fail(a, first)
+    bench.transport.fail(b, second)
+    bench.scheduler.fail(TransportError("third"))
+    bench.settle()
+    assert bench.errors == [first]
+    assert bench.scheduler.error is first
+    assert bench.transport.started == [a, b], "c was ready, and its turn had come"
+    assert (a.state, b.state) == (TaskState.FAILED, TaskState.FAILED)
+
+
+def test_an_error_from_outside_stops_it_too(bench: Bench) -> None:
+    error = RuntimeError("backward raised")
+    bench.scheduler.fail(error)
+    assert bench.failed.wait(WAIT_S)
+    bench.ready(*planned([10] * 1))
+    bench.settle()
+    assert bench.transport.started == []
+    assert bench.scheduler.error is error
+
+
+class Refusing(FakeTransport):
+    """Raises in start, for one task."""
+
+    def __init__(self, refused: str) -> None:
+        super().__init__()
+        self.refused = refused
+
+    def start(self, task: CommTask, done: Done) -> None:
+        if task.name == self.refused:
+            raise ConnectionResetError("refused")
+        super().start(task, done)
+
+
+def test_a_start_that_raises_fails_its_task_and_ends_the_batch(build: Build) -> None:
+    bench = build(credit_bytes=30, transport=Refusing("t1"))
+    a, b, c, d = planned([10, 10, 10, 30])
+    bench.ready(d, a, b, c)
+    bench.transport.wait_for(1)
+    bench.settle()
+    bench.transport.finish_next()
+    assert bench.failed.wait(WAIT_S)
+    bench.settle()
+    assert isinstance(bench.scheduler.error, ConnectionResetError)
+    assert bench.transport.started == [d, a]
+    assert b.state is TaskState.FAILED
+    assert "fail" in bench.scheduler.core.story(b)
+
+
+@pytest.mark.parametrize("hook", ["announce", "on_finish"])
+def test_a_callback_that_raises_is_the_error(
+    build: Build, hook: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    error = RuntimeError(hook)
+
+    def raising(self: Bench, *args: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(Bench, hook, raising)
+    bench = build()
+    bench.ready(*planned([10] * 1))
+    if hook == "on_finish":
+        bench.transport.wait_for(1)
+        bench.transport.finish_next()
+    assert bench.failed.wait(WAIT_S)
+    assert bench.errors == [error]
+
+
+def test_an_on_error_that_raises_is_logged_and_the_thread_lives_on(
+    build: Build, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def raising(self: Bench, error: BaseException) -> None:
+        raise RuntimeError("on_error's own trouble")
+
+    monkeypatch.setattr(Bench, "on_error", raising)
+    bench = build()
+    (task,) = planned([10] * 1)
+    bench.ready(task)
+    bench.transport.wait_for(1)
+    error = TransportError("cut")
+    bench.scheduler.fail(error)
+    bench.transport.finish_next()
+    assert bench.finished.get(timeout=WAIT_S)[0] is task
+    assert bench.scheduler.error is error
+    assert "cut" in caplog.text
+
+
+def test_a_transport_that_calls_done_twice_is_found_out(bench: Bench) -> None:
+    (task,) = planned([10] * 1)
+    bench.ready(task)
+    bench.transport.wait_for(1)
+    done = bench.transport._in_flight[task]
+    done(task, None)
+    done(task, None)
+    assert bench.failed.wait(WAIT_S)
+    assert isinstance(bench.scheduler.error, InvalidTransition)
+    assert "t0" in str(bench.scheduler.error)
+
+
+def test_close_is_idempotent_and_leaves_no_thread(build: Build) -> None:
+    before = alive()
+    bench = build()
+    bench.ready(*planned([10] * 2))
+    bench.transport.wait_for(1)
+    bench.scheduler.close()
+    bench.scheduler.close()
+    assert alive() == before
+    assert bench.transport.closed
+    assert bench.transport.in_flight == ()
+
+
+def test_close_deals_first_with_what_was_told_before(build: Build) -> None:
+    bench = build(credit_bytes=100)
+    tasks = planned([10] * 5)
+    bench.ready(*tasks)
+    bench.scheduler.close()
+    assert bench.transport.started == tasks
+
+
+@pytest.mark.parametrize("hook", ["on_finish", "on_error"])
+def test_close_where_events_are_handled_ends_it(hook: str) -> None:
+    before = alive()
+    closed = threading.Event()
+
+    def close(_: object) -> None:
+        scheduler.close()
+        closed.set()
+
+    transport = FakeTransport()
+    core = SchedulerCore(Leading(Priority()), credit_bytes=1)
+    if hook == "on_finish":
+        scheduler = Scheduler(core, transport, on_finish=close)
+    else:
+        scheduler = Scheduler(core, transport, on_error=close)
+    (task,) = planned([10] * 1)
+    task.notify_ready()
+    scheduler.notify_ready(task)
+    transport.wait_for(1)
+    if hook == "on_finish":
+        transport.finish(task)
+    else:
+        transport.fail(task, TransportError("cut"))
+    assert closed.wait(WAIT_S)
+    for thread in alive() - before:
+        thread.join(WAIT_S)
+        assert not thread.is_alive()
+
+
+class Stuck(FakeTransport):
+    """Its start returns only when it is closed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.released = threading.Event()
+
+    def start(self, task: CommTask, done: Done) -> None:
+        super().start(task, done)
+        self.released.wait(WAIT_S)
+        raise SchedulerClosed("closed while it was starting")
+
+    def close(self) -> None:
+        self.released.set()
+        super().close()
+
+
+def test_close_frees_a_thread_that_is_stuck_in_start(build: Build) -> None:
+    before = alive()
+    bench = build(transport=Stuck())
+    telling = threading.Thread(target=bench.ready, args=planned([10] * 1))
+    telling.start()
+    bench.transport.wait_for(1)
+    bench.scheduler.close(timeout_s=0.5)
+    telling.join(WAIT_S)
+    assert not telling.is_alive()
+    assert alive() == before
+    assert bench.errors == [], "that it was closed is no error"
+
+
+def test_many_schedulers_leave_no_thread(build: Build) -> None:
+    before = alive()
+    for _ in range(20):
+        build().scheduler.close()
+    assert alive() == before

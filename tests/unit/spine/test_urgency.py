@@ -13,16 +13,15 @@ from scheduler_bench import WAIT_S, Bench, Build, benches
 
 import bytesched
 from bytesched.observe import Observer, Observers
-from bytesched.scheduler import EventThread, InTurn
 from bytesched.urgency import URGENCY, Urgency
 
 #: no hold ends by itself
 NEVER = (1e6, 1e6)
 
 
-@pytest.fixture(params=[EventThread, InTurn])
-def build(request: pytest.FixtureRequest) -> Iterator[Build]:
-    with benches(request.param) as build:
+@pytest.fixture
+def build() -> Iterator[Build]:
+    with benches() as build:
         yield build
 
 
@@ -164,12 +163,7 @@ class Spans(Observer):
         self.seen: list[tuple[str, str, Any]] = []
 
     def on_span(
-        self,
-        track: str,
-        name: str,
-        start_ns: int,
-        end_ns: int,
-        args: dict[str, Any] | None = None,
+        self, track: str, name: str, start_ns: int, end_ns: int, args: dict[str, Any] | None = None
     ) -> None:
         self.seen.append((track, name, args))
 
@@ -187,7 +181,7 @@ def test_observers_hear_of_a_section_and_of_what_it_holds_back(build: Build, urg
 def test_a_hold_is_in_force_when_begin_returns_while_another_thread_handles() -> None:
     """Unless that takes long: here it ends while `begin` waits for it."""
     urgency, entered, may_end = Held(NEVER), threading.Event(), threading.Event()
-    with benches(InTurn) as build:
+    with benches() as build:
         bench = urgency.bench(build, credit_bytes=100)
 
         def slow() -> tuple[()]:

@@ -16,9 +16,14 @@ from torch.optim import SGD, Adam, Optimizer
 
 import bytesched
 from bytesched.errors import PluginError
-from bytesched.plugins.update.frozen import snapshot, why_not_frozen
-from bytesched.plugins.update.known import KNOWN, Known
-from bytesched.plugins.update.separable import SEPARABLE, why_not_deferred, why_not_sharded
+from bytesched.plugins.update.separable import (
+    KNOWN,
+    SEPARABLE,
+    Known,
+    why_not_deferred,
+    why_not_sharded,
+)
+from bytesched.plugins.update.surroundings import snapshot, why_not_frozen
 
 
 def weights() -> list[nn.Parameter]:
@@ -145,8 +150,7 @@ def test_a_class_with_other_methods_over_its_state_is_not_sharded(
 
 
 @pytest.mark.parametrize(
-    "value",
-    [lambda: 1.0, object(), nn.Linear(1, 1), [0.1, lambda: 1.0], {"a": {"b": object()}}],
+    "value", [lambda: 1.0, object(), nn.Linear(1, 1), [0.1, lambda: 1.0], {"a": {"b": object()}}]
 )
 def test_a_group_that_cannot_be_frozen_steps_whole(value: Any) -> None:
     optimizer = SGD(weights(), lr=0.1)

@@ -117,17 +117,6 @@ def test_code_that_is_replaced_after_the_wrap_steps_whole(
     check_equal(ours, plain)
 
 
-def test_hyperparameters_are_those_of_the_step(
-    loopback: Loopback, ours: Training, plain: Training
-) -> None:
-    loopback.hold()
-    ours.train()
-    ours.optimizer.param_groups[0]["lr"] = 1000.0
-    loopback.release()
-    plain.train()
-    check_equal(ours, plain)
-
-
 def evaluating(training: Training, seed: int) -> Callable[[], Any]:
     """A closure as trainers have it: everything from zero_grad() to backward() is in it."""
 
@@ -352,40 +341,6 @@ def test_a_gradient_of_the_users_is_stepped_at_once(
     check_equal(ours, plain)
 
 
-@pytest.mark.parametrize("moment", ["before", "after"])
-def test_hooks_of_the_users_see_what_they_would_see(
-    ours: Training, plain: Training, moment: str
-) -> None:
-    seen: list[list[Tensor]] = []
-
-    def look(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        parameters = optimizer.param_groups[0]["params"]
-        seen.append([parameter.grad.clone() for parameter in parameters])
-        if moment == "before":
-            for parameter in parameters:
-                parameter.grad.mul_(0.5)
-
-    for training in (ours, plain):
-        if moment == "before":
-            training.optimizer.register_step_pre_hook(look)
-        else:
-            training.optimizer.register_step_post_hook(look)
-        training.train()
-    assert all(map(torch.equal, *seen))
-    check_equal(ours, plain)
-
-
-def test_a_step_without_a_backward_pass_changes_what_it_would(
-    ours: Training, plain: Training
-) -> None:
-    for training in (ours, plain):
-        training.train()
-        training.optimizer.step()
-        training.optimizer.zero_grad()
-        training.optimizer.step()
-    check_equal(ours, plain)
-
-
 def test_a_state_that_is_loaded_is_trained_on_with(
     loopback: Loopback, ours: Training, plain: Training
 ) -> None:
@@ -423,31 +378,6 @@ def test_the_newest_optimizer_of_a_parameter_counts(loopback: Loopback) -> None:
     train(model, lambda optimizer: session.add_optimizer(optimizer, torch.optim.AdamW, cross=True))
     train(plain, lambda optimizer: None)
     assert all(map(torch.equal, model.parameters(), plain.parameters()))
-    session.close()
-
-
-def test_two_optimizers_of_one_model(loopback: Loopback) -> None:
-    def train(model: nn.Sequential, optimizers: list[Optimizer]) -> None:
-        for step in range(4):
-            for optimizer in optimizers:
-                optimizer.zero_grad()
-            model(inputs(step)).square().mean().backward()
-            for optimizer in optimizers:
-                optimizer.step()
-
-    def optimizers_of(model: nn.Sequential) -> list[Optimizer]:
-        front = torch.optim.SGD(model[0].parameters(), lr=0.2, momentum=0.9)
-        back = torch.optim.AdamW([*model[2].parameters(), *model[3].parameters()], lr=0.01)
-        return [front, back]
-
-    ours, plain = mlp(), mlp()
-    first, second = optimizers_of(ours)
-    session = loopback.wrap(ours, first, **SMALL)
-    session.add_optimizer(second, torch.optim.AdamW, cross=True)
-    train(ours, [first, second])
-    session.flush()
-    train(plain, optimizers_of(plain))
-    assert all(map(torch.equal, ours.parameters(), plain.parameters()))
     session.close()
 
 

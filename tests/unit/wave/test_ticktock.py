@@ -30,10 +30,9 @@ from wave_cases import (
 
 from bytesched.errors import ConfigError, PluginError, SchedulerClosed, SchedulerTimeout
 from bytesched.plugins.wave import ActivationMemory, TickTock
-from bytesched.plugins.wave.ticktock.gradients import JoinedGradients
-from bytesched.plugins.wave.ticktock.state import WaveStates
-from bytesched.plugins.wave.ticktock.streams import CudaLanes, Lanes
-from bytesched.plugins.wave.ticktock.trial import Trial
+from bytesched.plugins.wave.ticktock.passes import JoinedGradients
+from bytesched.plugins.wave.ticktock.state import CudaLanes, Lanes, WaveStates
+from bytesched.plugins.wave.ticktock.ticktock import Trial
 
 
 @pytest.fixture(autouse=True)

@@ -1,10 +1,12 @@
-"""Where the elements of a tensor lie in memory."""
+"""Where the elements of tensors lie in memory, and what stands for their values."""
 
 from __future__ import annotations
 
-import torch
+import ctypes
+import hashlib
+from collections.abc import Iterable
 
-__all__ = ["elements", "is_dense", "shaped"]
+import torch
 
 
 def shaped(flat: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
@@ -12,11 +14,9 @@ def shaped(flat: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 
     Not a view in autograd's sense: ``p.grad.detach_()`` is refused for those.
     """
-    strides = parameter.stride() if is_dense(parameter) else None
-    if strides is None:
-        strides = torch.empty(parameter.shape, device="meta").stride()
+    like = parameter if is_dense(parameter) else torch.empty(parameter.shape, device="meta")
     alias = torch.empty(0, dtype=flat.dtype, device=flat.device)
-    return alias.set_(flat.untyped_storage(), flat.storage_offset(), parameter.shape, strides)
+    return alias.set_(flat.untyped_storage(), flat.storage_offset(), parameter.shape, like.stride())
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
@@ -38,3 +38,13 @@ def elements(tensor: torch.Tensor, like: torch.Tensor, start_at: int, stop_at: i
     if tensor.stride() != like.stride():
         tensor = torch.empty_like(like, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
     return tensor.as_strided((stop_at - start_at,), (1,), tensor.storage_offset() + start_at)
+
+
+def digest_of(tensors: Iterable[torch.Tensor]) -> str:
+    """What is the same, with all likelihood, only for the same values in the same order."""
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        # Not through numpy, which need not be there.
+        values = tensor.detach().cpu().contiguous()
+        digest.update(ctypes.string_at(values.data_ptr(), values.nbytes))
+    return digest.hexdigest()

@@ -1,4 +1,4 @@
-"""Plans of tensor parallelism as torch's styles."""
+"""Plans of tensor parallelism of `bytesched.ir`, for `parallelize_module` of torch."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from typing import Any
 
 from bytesched.errors import ConfigError
 from bytesched.values import nearest
-
-__all__ = ["parallel_styles"]
 
 
 def parallel_styles(plan: Mapping[str, str]) -> dict[str, Any]:

@@ -1,24 +1,51 @@
-"""What a call asks of a gradient or does to it, as a text that ranks can compare."""
+"""What a script asks of gradients while they are on their way, and does to them before step().
+
+As far as it need not wait for them; with a text for each call that ranks can compare.
+"""
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import torch
 
-from .operations import REDUCTIONS, UNSCALE
 
-__all__ = [
-    "are_plain",
-    "digest",
-    "is_of_whole_tensor",
-    "kept",
-    "kind_of_norm",
-    "question_of",
-    "unscaling",
-]
+def _both(*names: str) -> frozenset[Any]:
+    """The methods of a tensor and the functions of these names."""
+    return frozenset(
+        function
+        for name in names
+        for owner in (torch.Tensor, torch)
+        if (function := getattr(owner, name, None)) is not None
+    )
+
+
+#: Norms of one tensor.
+NORMS: Final[frozenset[Any]] = frozenset(
+    {torch.Tensor.norm, torch.linalg.norm, torch.linalg.vector_norm, torch.norm}
+)
+#: The same of several tensors at once.
+NORMS_OF_ALL: Final[frozenset[Any]] = frozenset({torch._foreach_norm})
+#: Other reductions to one number, where nothing but the tensor is given.
+REDUCTIONS: Final = _both(
+    "all", "amax", "amin", "any", "count_nonzero", "max", "mean", "min", "sum"
+)
+
+#: What is done in place to each element by itself, with numbers.
+ELEMENTWISE: Final[frozenset[Any]] = frozenset(
+    getattr(torch.Tensor, name) for name in ["clamp_", "clamp_max_", "clamp_min_", "div_", "mul_"]
+)
+#: The same for several tensors at once.
+ELEMENTWISE_OF_ALL: Final[frozenset[Any]] = frozenset(
+    getattr(torch, f"_foreach_{name}_") for name in ["clamp_max", "clamp_min", "div", "mul"]
+)
+UNSCALE: Final[Any] = torch._amp_foreach_non_finite_check_and_unscale_
+
+#: Those that need not wait for whole gradients.
+ASKING: Final = NORMS | NORMS_OF_ALL | REDUCTIONS | ELEMENTWISE | ELEMENTWISE_OF_ALL | {UNSCALE}
+
 
 _Change: TypeAlias = Callable[[list[torch.Tensor]], None]
 _Measure: TypeAlias = Callable[[list[torch.Tensor]], list[torch.Tensor]]
