@@ -116,7 +116,7 @@ def agreement(expected: Sequence[Sequence[float]], got: Sequence[Sequence[float]
 def trace_lines(trace: Mapping[str, Any]) -> list[str]:
     """The tables of an iteration: its passes, its chunks and its gates."""
     lines = [", ".join(f"{name} {ms:.1f}" for name, ms in trace["passes"])]
-    for kind, head in (("chunks", "chunk ready sent arrived"), ("gates", "gate reached passed")):
+    for kind, head in (("chunks", "chunk sent arrived"), ("gates", "gate reached passed")):
         rows = [(name, *(f"{ms:.1f}" for ms in times)) for name, *times in trace[kind]]
         titles = head.split()
         lines += [*aligned([titles, *rows], "<" + ">" * (len(titles) - 1)), ""]

@@ -271,22 +271,17 @@ class Spans(Observer):
     """Keeps what it is told."""
 
     def __init__(self) -> None:
-        self.spans: list[tuple[str, str, int, int, dict[str, Any]]] = []
-        self.ready: list[tuple[int, int]] = []
+        self.spans: list[tuple[str, str, int, int]] = []
 
     def on_span(self, track: str, name: str, start_ns: int, end_ns: int, args: Any = None) -> None:
-        self.spans.append((track, name, start_ns, end_ns, args or {}))
-
-    def on_flow(self, phase: str, flow_id: int, track: str, at_ns: int) -> None:
-        if phase == "s":
-            self.ready.append((at_ns, flow_id))
+        self.spans.append((track, name, start_ns, end_ns))
 
 
 def traced(seen: Spans, passes: Sequence[tuple[str, int]]) -> dict[str, list[Any]]:
     """An iteration in ms from the start of its backward pass, the first of these.
 
-    Chunks with when they were ready, sent and there, gates with when the training thread came to
-    them and went on, and passes with their starts; the last one is the end.
+    Chunks with when they were sent and there, gates with when the training thread came to them and
+    went on, and passes with their starts; the last one is the end.
     """
     began_ns, until_ns = passes[0][1], passes[-1][1]
 
@@ -294,15 +289,13 @@ def traced(seen: Spans, passes: Sequence[tuple[str, int]]) -> dict[str, list[Any
         return round((at_ns - began_ns) / 1e6, 3)
 
     spans = sorted((s for s in seen.spans if began_ns <= s[2] < until_ns), key=lambda s: s[2])
-    ready = {chunk: at_ns for at_ns, chunk in seen.ready if began_ns <= at_ns < until_ns}
-    found: dict[str, list[Any]] = {"chunks": [], "gates": []}
-    for track, name, start, end, args in spans:
-        if track == "send":
-            ready_ns = ready.get(args.get("chunk", -1), start)
-            found["chunks"].append([name, ms(ready_ns), ms(start), ms(end)])
-        elif track == "wait":
-            found["gates"].append([name, ms(start), ms(end)])
-    return found | {"passes": [[name, ms(at_ns)] for name, at_ns in passes]}
+    return {
+        "passes": [[name, ms(at_ns)] for name, at_ns in passes],
+        **{
+            kind: [[name, ms(start), ms(end)] for on, name, start, end in spans if on == track]
+            for kind, track in (("chunks", "send"), ("gates", "wait"))
+        },
+    }
 
 
 if __name__ == "__main__":
