@@ -12,8 +12,6 @@ from bytesched.bench.profile import shipped_profiles
 from bytesched.bench.systems import EXCHANGE_SYSTEMS, SYSTEMS
 from bytesched.parser import CommandParser
 
-__all__ = ["CONTROLLERS", "DEFAULT_RATE", "DEFAULT_WORKERS", "MODELS", "bench_parser", "same_again"]
-
 NumberT = TypeVar("NumberT", int, float)
 
 MODELS: Final = ("gpt", "vgg", "resnet")

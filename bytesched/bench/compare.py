@@ -19,17 +19,6 @@ from bytesched.bench.table import described, opponents, round_medians
 from bytesched.errors import ConfigError
 from bytesched.table import aligned
 
-__all__ = [
-    "COUNTS",
-    "TIME_TOLERANCE",
-    "Change",
-    "changes",
-    "check_same",
-    "check_systems",
-    "load_result",
-    "report",
-]
-
 #: how much a ratio of times may grow: that of two runs on a quiet machine differs by 1 to 3 %
 TIME_TOLERANCE: Final = 0.05
 #: the counts of a system, and how much each may grow: they depend a little on how often threads

@@ -10,8 +10,6 @@ from typing import Any, Final
 
 from bytesched.table import aligned
 
-__all__ = ["agreement", "interval", "report"]
-
 #: of samples drawn anew, and the share of their ratios that an interval holds
 _DRAWS: Final = 2000
 _HELD: Final = 0.95

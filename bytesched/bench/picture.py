@@ -11,8 +11,6 @@ from typing import Any
 from bytesched.bench.table import chosen
 from bytesched.report.canvas import AFTER, BEFORE, GRID, INK, QUIET, canvas, strip
 
-__all__ = ["draw_bench"]
-
 OPTIMUM = "#d64545"
 PANEL_IN = 6.6
 BAR_IN = 0.45

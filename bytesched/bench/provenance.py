@@ -22,8 +22,6 @@ from bytesched.bench.systems import HOROVOD_SYSTEMS
 from bytesched.environment import RankView
 from bytesched.version import __version__
 
-__all__ = ["command_of", "difference", "machine", "priority", "provenance", "setting", "source"]
-
 _ROOT = Path(__file__).parents[2]
 #: folders whose changes change what is measured
 _SOURCES = ("bytesched", "plugins", "tuning")

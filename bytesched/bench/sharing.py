@@ -23,15 +23,6 @@ from bytesched.lab.ranks import found_by
 from bytesched.link.crossover import SharingJob, bound_share, turn_rates, work
 from bytesched.table import aligned
 
-__all__ = [
-    "CROSSOVER",
-    "DDP",
-    "SIDE_BY_SIDE",
-    "ShareSpecification",
-    "common_rates",
-    "measure_sharing",
-]
-
 WORKER: Final = "bytesched.plugins.bench.share_worker"
 DDP: Final = "ddp, side by side"
 SIDE_BY_SIDE: Final = "side by side"

@@ -8,8 +8,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-__all__ = ["free_port"]
-
 #: those that the kernel gives to connections (Linux, ip-sysctl)
 _GIVEN: Final = Path("/proc/sys/net/ipv4/ip_local_port_range")
 #: below it are ports of known services

@@ -10,8 +10,6 @@ from typing import Any
 from bytesched.errors import PluginError
 from bytesched.files import replacing
 
-__all__ = ["AFTER", "BEFORE", "GRID", "INK", "QUIET", "canvas", "strip"]
-
 INK = "#1f2933"
 QUIET = "#7b8794"
 GRID = "#e9ecef"

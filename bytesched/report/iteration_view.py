@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from bytesched.trace.intervals import Interval, subtract, union
 from bytesched.trace.reading import Iteration, Span, Trace
 
-__all__ = ["IterationView", "view_iteration"]
-
 #: Two spans that touch may lie this far apart in the file.
 ROUNDING_MS = 0.002
 #: How much of the next iteration to show, as a share of this one.

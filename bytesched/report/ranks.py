@@ -9,8 +9,6 @@ from bytesched.report.canvas import AFTER, INK, QUIET, canvas, strip
 from bytesched.trace.intervals import subtract
 from bytesched.trace.reading import Trace
 
-__all__ = ["draw_ranks"]
-
 #: a track: its colour, and where in the row of a rank it is drawn
 _TRACKS = {
     "forward": (AFTER, (-0.4, 0.7)),

@@ -8,8 +8,6 @@ from typing import Final
 from bytesched.trace.intervals import Interval, clip, covered, subtract
 from bytesched.trace.reading import Trace
 
-__all__ = ["KINDS", "Shares", "shares_of"]
-
 #: What time goes to.
 KINDS: Final = ("aggregation", "transformation", "halo", "weights", "other")
 

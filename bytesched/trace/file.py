@@ -10,8 +10,6 @@ from typing import Any
 
 from bytesched.files import replacing
 
-__all__ = ["Event", "TraceFile", "event_line", "load_events"]
-
 #: One entry of a Chrome trace.
 Event = dict[str, Any]
 

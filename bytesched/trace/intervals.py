@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-__all__ = ["Interval", "clip", "covered", "subtract", "union"]
-
 #: Start and end.
 Interval = tuple[float, float]
 

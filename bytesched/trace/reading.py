@@ -10,8 +10,6 @@ from typing import Any
 from bytesched.trace.file import Event, load_events
 from bytesched.trace.intervals import Interval, clip, covered, subtract
 
-__all__ = ["ANCHOR", "Iteration", "Span", "Trace", "merge_traces", "read_traces", "traces_of"]
-
 #: Name of the metadata event that ties a file's clock to the world's.
 ANCHOR = "bytesched_clock"
 

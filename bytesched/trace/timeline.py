@@ -17,8 +17,6 @@ from bytesched.observe import Observer, Observers
 from bytesched.trace.file import TraceFile, event_line
 from bytesched.trace.reading import ANCHOR
 
-__all__ = ["Timeline", "observers_here", "observers_of", "trace_name"]
-
 log = logging.getLogger("bytesched")
 
 #: In the order in which a viewer shows them.

@@ -16,8 +16,6 @@ from bytesched.link.levels import ring_share, shares_hosts, two_level_share
 from .rank import Ranks
 from .systems.data_parallel import MIB
 
-__all__ = ["PROBE_BYTES", "Link", "agree", "all_reduces_s", "all_to_alls_s", "settled"]
-
 PROBE_BYTES = 16 * MIB
 PROBES = 2
 EXCHANGE_PROBES = 6

@@ -16,8 +16,6 @@ from typing import Final
 
 import torch
 
-__all__ = ["Causes", "place"]
-
 #: time for looking at stacks, of one model: enough for its first steps
 _BUDGET_NS: Final = 20_000_000
 #: a line that reads this share of all gradients reads them all

@@ -13,8 +13,6 @@ from bytesched.tunable import Setting
 
 from .causes import Causes
 
-__all__ = ["Meter", "Moment"]
-
 _MS = 1e6
 _WORST = 8
 

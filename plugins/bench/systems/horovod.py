@@ -23,8 +23,6 @@ from bytesched.values import parse_flag
 from ..rank import Ranks
 from .data_parallel import MIB
 
-__all__ = ["Horovod", "Settings", "split_options", "sweep"]
-
 SWEPT_FUSION_MB = (1.0, 2.0, 4.0, 8.0, 16.0, 128.0)
 #: the first is Horovod's own
 SWEPT_CYCLES_MS = (1.0, 0.5, 5.0)

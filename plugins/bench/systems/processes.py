@@ -30,8 +30,6 @@ from ..rank import leave_after
 from ..workloads.models import Workload, build
 from .data_parallel import Running, set_up
 
-__all__ = ["Block", "run_block"]
-
 _RANK: Final = "bytesched.plugins.bench.systems.processes"
 #: Of the rank that starts a process, which must not think it is that rank; and the user's settings.
 _NOT_INHERITED: Final = (

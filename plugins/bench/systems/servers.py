@@ -21,8 +21,6 @@ from bytesched.errors import SchedulerTimeout
 
 from .data_parallel import Running, make_optimizer, scheduled
 
-__all__ = ["P3", "WholeKeys", "set_up_store"]
-
 #: MXNet splits larger arrays evenly over all servers (MXNET_KVSTORE_BIGARRAY_BOUND).
 _LARGE_ELEMENTS = 1_000_000
 #: P3's slices (MXNET_KVSTORE_SLICE_THRESHOLD); its paper has 50,000.

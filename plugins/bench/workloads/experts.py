@@ -19,8 +19,6 @@ from bytesched.bench.profile import ELEMENT_BYTES, LayerProfile
 
 from ...exchanges.peers import Peers, Transfer
 
-__all__ = ["EmulatedExperts", "Exchanges", "InPieces", "Pass"]
-
 #: computes this share of a layer
 Pass = Callable[[float], None]
 

@@ -12,8 +12,6 @@ from torch.nn import functional
 
 from .models import CLASSES, GPT, Block, Bottleneck, NextToken, bottlenecks
 
-__all__ = ["GpuWorkload", "gpu_workload"]
-
 _BATCHES: Final = 4
 
 
