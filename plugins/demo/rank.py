@@ -24,7 +24,7 @@ from bytesched.trace.timeline import Timeline
 from ..bench.link import all_reduces_s
 from ..bench.rank import Ranks, run_rank
 from ..bench.systems.data_parallel import set_up
-from ..bench.workloads.models import GPT, NextToken
+from ..bench.workloads.models import GPT
 from . import OURS, PLAIN, RUNS, Demo
 
 LossOf = Callable[[nn.Module, int], Tensor]
@@ -75,7 +75,7 @@ def measure(demo: Demo, _: Place) -> dict[str, Any]:
     ranks = Ranks()
     torch.manual_seed(1)
     text = torch.frombuffer(bytearray(source_text()), dtype=torch.uint8).long()
-    model = NextToken(GPT(256, LENGTH, width=192, depth=6, heads=4))
+    model = GPT(256, LENGTH, width=192, depth=6, heads=4)
     nbytes = sum(p.numel() * p.element_size() for p in model.parameters())
     batch = choose_batch(copy.deepcopy(model), text, nbytes, ranks)
     ranks.say(
