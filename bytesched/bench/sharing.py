@@ -27,7 +27,6 @@ WORKER: Final = "bytesched.plugins.bench.share_worker"
 DDP: Final = "ddp, side by side"
 SIDE_BY_SIDE: Final = "side by side"
 CROSSOVER: Final = "crossover"
-_ONE_AFTER_THE_OTHER: Final = "one after the other"
 _MOST_JOBS: Final = 8
 
 
@@ -103,12 +102,19 @@ def table(found: dict[str, Any]) -> list[str]:
     names = ("compute_ms", "alone_ms", "link_ms", "optimum_ms")
     jobs = [SharingJob(*(job[name] / 1e3 for name in names)) for job in found["jobs"]]
     serial_s = sum(job.iteration_s for job in jobs)
-    lines: list[tuple[str, ...]] = [("jobs", "iteration ms", "work", "of the bound", "same bits")]
-    lines.append(_row(_ONE_AFTER_THE_OTHER, jobs, [1 / serial_s] * len(jobs), "-"))
+    #: by the way, rates of the jobs and whether they have the same bits as alone
+    ways: dict[str, tuple[Sequence[float], str]] = {
+        "one after the other": ([1 / serial_s] * len(jobs), "-")
+    }
     for name, turns in found["arms"].items():
         rates = [statistics.median(rates) for rates in zip(*turns["rates"], strict=True)]
-        lines.append(_row(name, jobs, rates, "yes" if turns["same_bits"] else "NO"))
-    lines.append(_row("crossover, predicted", jobs, turn_rates(jobs), "-"))
+        ways[name] = rates, "yes" if turns["same_bits"] else "NO"
+    ways["crossover, predicted"] = turn_rates(jobs), "-"
+    lines = [["jobs", "iteration ms", "work", "of the bound", "same bits"]]
+    for name, (each_rate, bits) in ways.items():
+        each = " / ".join(f"{1e3 / rate:.1f}" for rate in each_rate)
+        near = f"{100 * bound_share(jobs, each_rate):.1f} %"
+        lines.append([name, each, f"{work(jobs, each_rate):.3f}x", near, bits])
     return [
         *aligned(lines, "<>>><"),
         "",
@@ -116,14 +122,6 @@ def table(found: dict[str, Any]) -> list[str]:
         "of the bound: 100 % if the device or the link is always busy, or no job can be faster.",
         "Side by side, jobs get equal shares of the device, without a cost of switching.",
     ]
-
-
-def _row(
-    name: str, jobs: Sequence[SharingJob], rates: Sequence[float], bits: str
-) -> tuple[str, ...]:
-    each = " / ".join(f"{1e3 / rate:.1f}" for rate in rates)
-    near = 100 * bound_share(jobs, rates)
-    return name, each, f"{work(jobs, rates):.3f}x", f"{near:.1f} %", bits
 
 
 #: iterations of each job in which those that began at once fall out of step

@@ -30,27 +30,6 @@ from .workloads.models import emulated
 _PROBES: Final = 5
 
 
-class _Iterations:
-    """The seeds of a job's iterations, and when those after its warm-up began.
-
-    Args:
-        together: all jobs train, and begin these at once.
-    """
-
-    def __init__(self, group: dist.ProcessGroup, warmup: int, *, together: bool) -> None:
-        self._rank, self._size = group.rank(), group.size()
-        self._warmup = warmup
-        self._together = together
-        self.starts_s: list[float] = []
-
-    def seed_of(self, step: int) -> int:
-        if step == self._warmup and self._together:
-            dist.barrier()
-        if step >= self._warmup:
-            self.starts_s.append(time.monotonic())
-        return step * self._size + self._rank
-
-
 class SharingBench:
     """Runs all jobs in each of the ways, on every rank the same."""
 
@@ -114,14 +93,22 @@ class SharingBench:
             running = self._set_up(arm, workload.model)
         dist.barrier()
         if self._job in jobs:
-            together = len(jobs) > 1
-            iterations = _Iterations(self._group, self._spec.warmup, together=together)
-            length, seed_of = (self._spec.warmup, self._spec.iterations), iterations.seed_of
-            trained = train(workload, running, *length, seed_of, self._spec.clip)
+            starts_s: list[float] = []
+
+            def seed_of(step: int) -> int:
+                """Of this rank's batch; those after the warm-up begin together."""
+                if step == warmup and len(jobs) > 1:
+                    dist.barrier()
+                if step >= warmup:
+                    starts_s.append(time.monotonic())
+                return step * self._group.size() + self._group.rank()
+
+            warmup, length = self._spec.warmup, self._spec.iterations
+            trained = train(workload, running, warmup, length, seed_of, self._spec.clip)
             if self._host == 0:
                 found = {
                     "job": self._job,
-                    "starts_s": iterations.starts_s,
+                    "starts_s": starts_s,
                     "bits": [trained["losses"], trained["weights"]],
                     "figures": trained["stats"],
                 }
