@@ -168,13 +168,13 @@ def _print_traces(traces: Sequence[Trace], options: argparse.Namespace) -> None:
     means = [(trace.rank, trace.iterations()) for trace in traces]
     rows = [(str(rank), f"{len(ones)} steps", *_means(ones)) for rank, ones in means]
     _print_table("means of each rank", _TITLES, rows)
-    shares = [shares_of(trace) for trace in traces if trace.track("graph")]
-    if shares:
-        parts = [[f"{part:.1%}" for part in (*one.of.values(), one.under_way)] for one in shares]
-        rows = [(str(one.rank), *part) for one, part in zip(shares, parts, strict=True)]
+    if shares := [shares_of(trace) for trace in traces if trace.track("graph")]:
+        rows = [
+            (str(one.rank), *(f"{part:.1%}" for part in (*one.of.values(), one.under_way)))
+            for one in shares
+        ]
         _print_table("\nwhat an epoch goes to", ("rank", *KINDS, "on its way"), rows)
-    slowest = sorted(found, key=lambda step: -step[1].step_ms)[: options.slowest]
-    if slowest:
+    if slowest := sorted(found, key=lambda step: -step[1].step_ms)[: options.slowest]:
         _print_steps("\nthe slowest steps", slowest)
     print(_LEGEND)
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -75,12 +76,10 @@ class Trace:
         that is when the link was busy and nothing computed."""
         if self.track("wait"):
             return self.intervals("wait", start_ms, end_ms)
-        computing = [
-            interval
-            for track in ("forward", "backward", "update")
-            for interval in self.intervals(track, start_ms, end_ms)
-        ]
-        return subtract(self.intervals("send", start_ms, end_ms), computing)
+        computing = (
+            self.intervals(track, start_ms, end_ms) for track in ("forward", "backward", "update")
+        )
+        return subtract(self.intervals("send", start_ms, end_ms), chain(*computing))
 
     def _iteration(self, step: int, start_ms: float, end_ms: float) -> Iteration:
         busy = self.intervals("send", start_ms, end_ms)
@@ -118,22 +117,18 @@ def traces_of(events: Iterable[Event]) -> list[Trace]:
         rank = int(event.get("pid", 0))
         trace = traces.setdefault(rank, Trace(rank))
         if event["ph"] == "X":
-            start_ns, duration_ns = _ns(event.get("ts", 0)), _ns(event.get("dur", 0))
-            end_ns = start_ns + duration_ns
-            span = Span(start_ns / 1e6, end_ns / 1e6, str(event.get("name")), event.get("args", {}))
+            # In whole nanoseconds, so that what touched when it was recorded still does.
+            start_ns, took_ns = (round(1e3 * event.get(key, 0)) for key in ("ts", "dur"))
+            times_ms = start_ns / 1e6, (start_ns + took_ns) / 1e6
+            span = Span(*times_ms, str(event.get("name")), event.get("args", {}))
             trace.spans.setdefault(str(event.get("cat")), []).append(span)
         elif event["ph"] == "i" and "step" in event.get("args", {}):
-            trace.steps.append((int(event["args"]["step"]), _ns(event.get("ts", 0)) / 1e6))
+            trace.steps.append((int(event["args"]["step"]), round(1e3 * event.get("ts", 0)) / 1e6))
     for trace in traces.values():
         trace.steps.sort(key=lambda step: step[1])
         for spans in trace.spans.values():
             spans.sort(key=lambda span: (span.start_ms, span.end_ms))
     return [traces[rank] for rank in sorted(traces)]
-
-
-def _ns(time_us: float) -> int:
-    """Return whole nanoseconds, so that what touched when it was recorded still does."""
-    return round(time_us * 1e3)
 
 
 def merge_traces(paths: Sequence[Path]) -> tuple[list[Event], list[str]]:
@@ -161,7 +156,11 @@ def merge_traces(paths: Sequence[Path]) -> tuple[list[Event], list[str]]:
         parts.append((began_ns, events))
     first_ns = min((began_ns for began_ns, _ in parts), default=0)
     merged = [
-        event for began_ns, events in parts for event in _shifted(events, began_ns - first_ns)
+        {**event, "ts": round(event["ts"] + (began_ns - first_ns) / 1e3, 3)}
+        if "ts" in event
+        else event
+        for began_ns, events in parts
+        for event in events
     ]
     return merged, complaints
 
@@ -175,8 +174,3 @@ def _anchor(events: Iterable[Event]) -> tuple[int, int]:
         raise ValueError("already a merged trace")
     args = anchors[0]
     return int(args["wall_ns"]) + int(args["clock_offset_ns"]), int(args["rank"])
-
-
-def _shifted(events: Iterable[Event], by_ns: int) -> Iterator[Event]:
-    for event in events:
-        yield {**event, "ts": round(event["ts"] + by_ns / 1e3, 3)} if "ts" in event else event

@@ -123,12 +123,7 @@ class Timeline(Observer):
             ) from error
 
     def on_span(
-        self,
-        track: str,
-        name: str,
-        start_ns: int,
-        end_ns: int,
-        args: dict[str, Any] | None = None,
+        self, track: str, name: str, start_ns: int, end_ns: int, args: dict[str, Any] | None = None
     ) -> None:
         if len(self._pending) < self._room:
             self._pending.append(_Span(start_ns, end_ns, track, name, args))
