@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from bytesched.report.canvas import AFTER, BEFORE, GRID, INK, QUIET, canvas, strip
-from bytesched.report.iteration_view import IterationView, view_iteration
-from bytesched.trace.intervals import Interval, clip, covered, union
-from bytesched.trace.reading import read_traces
+from bytesched.trace.reading import (
+    Interval,
+    Iteration,
+    Span,
+    Trace,
+    clip,
+    covered,
+    read_traces,
+    subtract,
+    union,
+)
 
 FORWARD = "#52606d"
 BACKWARD = BEFORE
@@ -18,6 +27,10 @@ WAIT = "#d64545"
 NEXT = "#f4f1ea"
 #: Of the layers, from the first to the last.
 FRONT_TO_BACK = ("#c1272d", "#ee7b3a", "#f7c548", "#8fc7b0", "#4a8db7", "#2b4c8c")
+#: Two spans that touch may lie this far apart in the file.
+ROUNDING_MS = 0.002
+#: How much of the next iteration to show, as a share of this one.
+MOST_OF_NEXT = 0.5
 BAR_HEIGHT = 0.74
 #: Heights above the rows of a panel, which are 0, 1 and 2.
 NOTE_AT = 2.65
@@ -188,3 +201,72 @@ def _draw_saving(axes: Any, before: IterationView, after: IterationView) -> None
         _say(axes, saving, (nearer_ms, SAVING_AT), -8, ha="right", **style)
     else:
         _say(axes, saving, (middle_ms, SAVING_AT), 0, ha="center", **style)
+
+
+@dataclass(frozen=True, slots=True)
+class IterationView:
+    """An iteration and the next forward pass, in ms since the step before it returned."""
+
+    name: str
+    iteration: Iteration
+    #: when the next iteration's backward pass begins, or the picture ends before
+    end_ms: float
+    forward: list[Interval]
+    backward: list[Interval]
+    update: list[Interval]
+    wait: list[Interval]
+    #: when each transfer had the link, and its part of the model: 0 is the front, 1 the back
+    link: list[tuple[Interval, Interval]]
+
+    @property
+    def step_ms(self) -> float:
+        """Length of the iteration, when its step returned."""
+        return self.iteration.step_ms
+
+
+def view_iteration(trace: Trace, name: str) -> IterationView:
+    """Return the iteration of median length; the one after it must be in the trace as well."""
+    iterations = trace.iterations()
+    if len(iterations) < 2:
+        raise ValueError(f"the trace of {name} must hold at least three steps")
+    by_length = sorted(iterations[:-1], key=lambda iteration: iteration.step_ms)
+    shown = by_length[(len(by_length) - 1) // 2]
+    following = iterations[iterations.index(shown) + 1]
+    next_backward = trace.intervals("backward", following.start_ms, following.end_ms)
+    end_ms = next_backward[0][0] if next_backward else following.end_ms
+    end_ms = min(end_ms, shown.end_ms + MOST_OF_NEXT * shown.step_ms)
+
+    def shifted(spans: Iterable[Interval]) -> list[Interval]:
+        return [(a - shown.start_ms, b - shown.start_ms) for a, b in union(spans, gap=ROUNDING_MS)]
+
+    def track(name: str) -> list[Interval]:
+        return trace.intervals(name, shown.start_ms, end_ms)
+
+    wait = trace.waits(shown.start_ms, end_ms)
+    return IterationView(
+        name=name,
+        iteration=shown,
+        end_ms=end_ms - shown.start_ms,
+        forward=shifted(subtract(track("forward"), wait)),
+        backward=shifted(subtract(track("backward"), wait)),
+        update=shifted(track("update")),
+        wait=shifted(wait),
+        link=_link(trace.track("send"), shown.start_ms, end_ms),
+    )
+
+
+def _link(sends: list[Span], start_ms: float, end_ms: float) -> list[tuple[Interval, Interval]]:
+    """Return when each transfer had the link: of several in flight, the one that ends first."""
+    chunks = 1 + max((int(span.args.get("chunk", 0)) for span in sends), default=0)
+    turns: list[tuple[Interval, Interval]] = []
+    free_ms = start_ms
+    for span in sorted(sends, key=lambda span: span.end_ms):
+        begin_ms = max(span.start_ms, free_ms)
+        finish_ms = min(span.end_ms, end_ms)
+        if finish_ms > begin_ms:
+            chunk = int(span.args.get("chunk", 0))
+            # They count as backward computes them.
+            part = ((chunks - chunk - 1) / chunks, (chunks - chunk) / chunks)
+            turns.append(((begin_ms - start_ms, finish_ms - start_ms), part))
+            free_ms = finish_ms
+    return turns

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from bytesched.trace.intervals import Interval, clip, covered, subtract
-from bytesched.trace.reading import Trace
+from bytesched.trace.reading import Interval, Trace, clip, covered, subtract
 
 #: What time goes to.
 KINDS: Final = ("aggregation", "transformation", "halo", "weights", "other")

@@ -21,8 +21,14 @@ from bytesched.commands.report import main
 from bytesched.errors import ConfigError
 from bytesched.observe import Observers
 from bytesched.trace.file import TraceFile, load_events
-from bytesched.trace.intervals import covered, subtract, union
-from bytesched.trace.reading import ANCHOR, merge_traces, read_traces
+from bytesched.trace.reading import (
+    ANCHOR,
+    covered,
+    merge_traces,
+    read_traces,
+    subtract,
+    union,
+)
 from bytesched.trace.timeline import Timeline
 
 MS = 1_000_000
