@@ -1,4 +1,4 @@
-"""The suite that every KVStore must pass, ours or another.
+"""A suite for stores: what every `KVStore` must pass, ours or another.
 
 Inherit it in a test module and supply its factories; pytest and unittest find the ``test_``
 methods. Where there is no test runner, as inside a rank, `Contract.run_all` calls them.
