@@ -90,10 +90,7 @@ _NUMBERS: Final[tuple[tuple[str, Callable[[str], float], float | None, str, str]
     ("lab", _RANKS, None, "N", "start ranks on N hosts emulated on this machine"),
     ("ranks-per-host", _within(1, 64), 1, "N", "ranks on each emulated host"),
     (
-        "workers",
-        _RANKS,
-        None,
-        "N",
+        *("workers", _RANKS, None, "N"),
         f"start N ranks here, over loopback (default {DEFAULT_WORKERS})",
     ),
     ("iterations", _COUNT, 20, "N", "timed iterations per round"),

@@ -7,7 +7,6 @@ run side by side under MPS, a daemon of the user's; without it the processes tak
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
@@ -16,19 +15,17 @@ import time
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Final
 
 from bytesched.bench.gpu_table import report
-from bytesched.bench.provenance import command_of, provenance
+from bytesched.bench.provenance import measured
 from bytesched.bench.specification import Training, check_outputs, refuse, with_options
 from bytesched.bench.systems import parse_systems
 from bytesched.environment import child_environment, rank_view
 from bytesched.errors import ConfigError
-from bytesched.files import write_text
-from bytesched.lab.ranks import found_by
 from bytesched.values import nearest
 
 WORKER: Final = "bytesched.plugins.bench.gpu_worker"
@@ -80,8 +77,6 @@ def measure_gpu_ranks(options: Namespace, arguments: Sequence[str]) -> list[str]
     systems = parse_systems(options.systems or SYSTEMS, ("ddp", "fsdp2", "bytesched"))
     if options.optimizer == "sgd" and any(system.kind == "fsdp2" for system in systems):
         raise ConfigError("--optimizer sgd: fsdp2 has no fused one, name other --systems")
-    # Before anything is measured: files may change meanwhile.
-    origin = provenance(command_of(arguments))
     with mps() as (variables, sharing):
         spec = with_options(
             GpuSpecification,
@@ -93,11 +88,7 @@ def measure_gpu_ranks(options: Namespace, arguments: Sequence[str]) -> list[str]
             variables=variables,
             sharing=sharing,
         )
-        text, _ = found_by(spec, WORKER, options.gpu_ranks, threads=spec.threads)
-    found = {**origin, "specification": asdict(spec), **json.loads(text)}
-    if options.json:
-        write_text(Path(options.json), json.dumps(found, indent=1) + "\n")
-    return report(found)
+        return report(measured(spec, WORKER, options.gpu_ranks, None, options, arguments))
 
 
 def nccl_variables(rank: int) -> dict[str, str]:

@@ -78,14 +78,12 @@ def _draw_case(axes: Any, case: dict[str, Any], bars: int) -> None:
 
 def _draw_bar(axes: Any, row: int, name: str, figures: dict[str, Any], optimum_ms: float) -> None:
     length_ms = float(figures["iteration_ms"])
-    first_ms = float(figures.get("first_quartile_ms", length_ms))
-    third_ms = float(figures.get("third_quartile_ms", length_ms))
-    colour = AFTER if name.startswith("bytesched") else BEFORE
-    axes.barh(row, length_ms, height=0.66, color=colour)
-    axes.plot([first_ms, third_ms], [row, row], color=INK, linewidth=1.2, solid_capstyle="butt")
+    quartiles_ms = [float(figures.get(f"{q}_quartile_ms", length_ms)) for q in ("first", "third")]
+    axes.barh(row, length_ms, height=0.66, color=AFTER if name.startswith("bytesched") else BEFORE)
+    axes.plot(quartiles_ms, [row, row], color=INK, linewidth=1.2, solid_capstyle="butt")
     inside = {"size": 10, "weight": "bold", "color": "white"}
     _write(axes, f"{length_ms:.0f} ms", (0, row), (7, 0), **inside)
-    beside = max(length_ms, third_ms), row
+    beside = max(length_ms, quartiles_ms[1]), row
     _write(axes, f"{length_ms / optimum_ms:.2f} x T*", beside, (6, 0), color=INK)
 
 

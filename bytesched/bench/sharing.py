@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from argparse import Namespace
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, Final
 
 from bytesched.bench.arguments import DEFAULT_RATE, DEFAULT_WORKERS
 from bytesched.bench.profile import Profile, load_profile
-from bytesched.bench.provenance import command_of, provenance
+from bytesched.bench.provenance import measured
 from bytesched.bench.specification import Specification, Training, refuse, with_options
 from bytesched.environment import rank_view
 from bytesched.errors import ConfigError
-from bytesched.files import write_text
-from bytesched.lab.ranks import found_by
 from bytesched.link.crossover import SharingJob, bound_share, turn_rates, work
 from bytesched.table import aligned
 
@@ -74,18 +70,12 @@ def measure_sharing(
     spec = _specification(bench, options)
     hosts = options.lab or options.workers or DEFAULT_WORKERS
     rate = (options.rate or DEFAULT_RATE) if options.lab else None
-    # Before anything is measured: files may change meanwhile.
-    origin = provenance(command_of(arguments))
     jobs = len(spec.profiles)
-    text, network = found_by(spec, WORKER, hosts, rate, threads=spec.threads, ranks_per_host=jobs)
-    found = json.loads(text)
-    if options.json:
-        result = {**origin, "network": network, "specification": asdict(spec), **found}
-        write_text(Path(options.json), json.dumps(result, indent=1) + "\n")
-    return [_headline(found, hosts, network), "", *table(found)]
+    found = measured(spec, WORKER, hosts, rate, options, arguments, ranks_per_host=jobs)
+    return [_headline(found, hosts), "", *table(found)]
 
 
-def _headline(found: dict[str, Any], hosts: int, network: str) -> str:
+def _headline(found: dict[str, Any], hosts: int) -> str:
     jobs = "; ".join(
         f"{job['name']}: compute {job['compute_ms']:.1f} ms, link {job['link_ms']:.1f} ms, "
         f"alone {job['alone_ms']:.1f} ms, T* {job['optimum_ms']:.1f} ms"
@@ -93,7 +83,7 @@ def _headline(found: dict[str, Any], hosts: int, network: str) -> str:
     )
     return (
         f"{len(found['jobs'])} jobs of {hosts} ranks (emulated compute, one device on each host), "
-        f"{network}\n{jobs}"
+        f"{found['network']}\n{jobs}"
     )
 
 

@@ -145,7 +145,7 @@ class GpuBench:
         self._synchronize()
         return self._ranks.mean(1e3 * (time.perf_counter() - began_s) / _TIMED)
 
-    def _block(self, system: System, iterations: int, *, is_traced: bool = False) -> dict[str, Any]:
+    def _block(self, system: System, iterations: int) -> dict[str, Any]:
         """Trains from the beginning; what all ranks found, and the losses of this one."""
         self._clear()
         began_bytes = reset_peak()
@@ -179,25 +179,20 @@ class GpuBench:
 
     def _set_up(self, system: System) -> Running:
         model = self._model()
-        if system.kind == "fsdp2":
-            self._shard(model)
-            return Running(model, make_optimizer(self._spec.optimizer, model.parameters()))
-        ddp: dict[str, Any] = {"gradient_as_bucket_view": True}
-        if self._on_gpu:
-            ddp["device_ids"] = [0]
-        return set_up(system.kind, system.options, model, self._spec.optimizer, **ddp)
-
-    def _shard(self, model: nn.Module) -> None:
-        """FSDP2 whose parameters stay after the forward pass: it sends what an all-reduce does."""
+        if system.kind != "fsdp2":
+            ddp = {"gradient_as_bucket_view": True, "device_ids": [0] if self._on_gpu else None}
+            return set_up(system.kind, system.options, model, self._spec.optimizer, **ddp)
         # Not in torch 2.5 or older.
         from torch.distributed.fsdp import fully_shard
 
+        # Its parameters stay after the forward pass: it sends what an all-reduce does.
         mesh = init_device_mesh(self._spec.device, (self._ranks.size,))
         blocks: Sequence[Any] = self._workload.blocks(model)
         for each in (*blocks, model):
             fully_shard(each, mesh=mesh, reshard_after_forward=False)
         for block, following in pairwise(blocks):
             block.set_modules_to_forward_prefetch([following])
+        return Running(model, make_optimizer(self._spec.optimizer, model.parameters()))
 
     def _trace(self, running: Running) -> dict[str, list[Any]] | None:
         """An iteration, from what the session's observers are told."""
@@ -288,14 +283,15 @@ def traced(seen: Spans, passes: Sequence[tuple[str, int]]) -> dict[str, list[Any
     def ms(at_ns: int) -> float:
         return round((at_ns - began_ns) / 1e6, 3)
 
-    spans = sorted((s for s in seen.spans if began_ns <= s[2] < until_ns), key=lambda s: s[2])
-    return {
-        "passes": [[name, ms(at_ns)] for name, at_ns in passes],
-        **{
-            kind: [[name, ms(start), ms(end)] for on, name, start, end in spans if on == track]
-            for kind, track in (("chunks", "send"), ("gates", "wait"))
-        },
-    }
+    def of(name: str) -> list[list[Any]]:
+        return [
+            [what, ms(start), ms(end)]
+            for track, what, start, end in sorted(seen.spans, key=lambda span: span[2])
+            if track == name and began_ns <= start < until_ns
+        ]
+
+    starts = [[name, ms(at_ns)] for name, at_ns in passes]
+    return {"passes": starts, "chunks": of("send"), "gates": of("wait")}
 
 
 if __name__ == "__main__":

@@ -130,9 +130,8 @@ class Link:
             return average
         # A rank sends and receives 2(n-1)/n bytes for each byte of an all-reduce among n.
         size = self._ranks.size
-        return store_bytes_per_s(
-            average * 2 * (size - 1) / size, workers=size, servers=self._servers
-        )
+        rate = average * 2 * (size - 1) / size
+        return store_bytes_per_s(rate, workers=size, servers=self._servers)
 
     def facts(self) -> dict[str, Any]:
         """For the report."""
@@ -141,10 +140,8 @@ class Link:
             found["exchange_bytes_per_s"] = self.exchange_bytes_per_s
             found["exchange_each_ms"] = 1e3 * self.exchange_s
         if self._servers is not None:
-            found["servers"] = self._servers
-            found["nominal_bytes_per_s"] = self.bytes_per_s
+            found |= {"servers": self._servers, "nominal_bytes_per_s": self.bytes_per_s}
             if rate := self._nominal_bytes_per_s:
-                found["nominal_bytes_per_s"] = store_bytes_per_s(
-                    rate, workers=self._ranks.size, servers=self._servers
-                )
+                ranks = {"workers": self._ranks.size, "servers": self._servers}
+                found["nominal_bytes_per_s"] = store_bytes_per_s(rate, **ranks)
         return found

@@ -138,8 +138,7 @@ def test_losses_are_compared(got: list[list[float]], said: str) -> None:
 def test_a_trace_has_what_began_in_its_iteration() -> None:
     seen, ms = Spans(), 1_000_000
     for began in (0, 10, 20):
-        times = (began + 2) * ms, (began + 11) * ms
-        seen.on_span("send", "weight", *times, {"bytes": 4, "chunk": 0})
+        seen.on_span("send", "weight", (began + 2) * ms, (began + 11) * ms, {"bytes": 4})
         seen.on_span("wait", "layer", (began + 4) * ms, (began + 5) * ms)
     passes = [("backward", 10 * ms), ("step", 13 * ms), ("forward", 14 * ms), ("backward", 20 * ms)]
     assert traced(seen, passes) == {
