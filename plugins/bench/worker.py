@@ -255,18 +255,17 @@ class Bench:
 
     def block(self, system: System, warmup: int, iterations: int) -> dict[str, Any]:
         """Train a new model with one system; what all ranks found, and this one's times."""
-        length = warmup, iterations
-        if system.kind in HOROVOD_SYSTEMS + KVSTORE_SYSTEMS:
-            variables: dict[str, str] = {}
-            if self.horovod is not None:
-                from .systems.horovod import split_options
+        spec = replace(self.spec, systems=(system,), warmup=warmup, iterations=iterations)
+        if system.kind in KVSTORE_SYSTEMS:
+            found = run_block(spec, self.place, {})
+        elif self.horovod is not None and system.kind in HOROVOD_SYSTEMS:
+            from .systems.horovod import split_options
 
-                variables, options = split_options(system.options)
-                variables = self.horovod.variables() | variables
-                system = replace(system, options=options)
-            found = run_block(self.spec, self.place, system, *length, variables)
+            variables, options = split_options(system.options)
+            spec = replace(spec, systems=(replace(system, options=options),))
+            found = run_block(spec, self.place, self.horovod.variables() | variables)
         else:
-            found = self.own_block(system, *length)
+            found = self.own_block(spec)
         if "exchange_ms" in found:
             found["exchange_ms"] = list(
                 chain.from_iterable(self.ranks.gather(found["exchange_ms"]))
@@ -278,15 +277,15 @@ class Bench:
             "weights": self.ranks.gather(found["weights"]),
         }
 
-    def own_block(self, system: System, warmup: int, iterations: int) -> dict[str, Any]:
+    def own_block(self, spec: Specification) -> dict[str, Any]:
         """A block in this process, over torch's own process group."""
         began_bytes = reset_peak()
-        workload = build(self.spec, SEED)
+        [system], workload = spec.systems, build(spec, SEED)
         build_up = set_up_experts if self.exchanges else set_up
-        running = build_up(system.kind, system.options, workload.model, self.spec.optimizer)
+        running = build_up(system.kind, system.options, workload.model, spec.optimizer)
         dist.barrier()
-        clip = self.spec.clip
-        found = train(workload, running, warmup, iterations, self.seed_of, clip)
+        length = spec.warmup, spec.iterations
+        found = train(workload, running, *length, self.seed_of, spec.clip)
         del workload, running
         gc.collect()
         # Beyond what the process had: other systems ran in it before.
