@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from bench_results import bench_result
 from torch import nn
 
 from bytesched.bench.table import add_figures, opponents, table
@@ -79,30 +80,8 @@ def test_the_narrowest_link(workers: int, servers: int, expected: float) -> None
 
 
 def test_figures_of_servers() -> None:
-    def rounds(median_ms: float) -> dict[str, Any]:
-        turn = {"iteration_ms": [median_ms], "cpu_ms": 3.0, "losses": [[1.0]], "stats": {}}
-        return {"rounds": [turn | {"weights": ["a", "a"]}]}
-
-    times_ms = {"kv-plain": 300.0, "kv-p3": 200.0, "bytesched-kv:updates=1": 160.0}
-    result: dict[str, Any] = {
-        "workload": "tiny",
-        "network": "loopback",
-        "emulated": True,
-        "world_size": 2,
-        "servers": 1,
-        "gradient_bytes_per_s": 95e6,
-        "nominal_bytes_per_s": 100e6,
-        "compute": {
-            "model_bytes": 10**7,
-            "tensors": 3,
-            "compute_ms": 80.0,
-            "compute_alone_ms": 80.0,
-            "communication_ms": 105.0,
-            "optimum_ms": 120.0,
-            "update_ms": 4.0,
-        },
-        "systems": {name: rounds(median_ms) for name, median_ms in times_ms.items()},
-    }
+    times_ms = {"kv-plain": [300.0], "kv-p3": [200.0], "bytesched-kv:updates=1": [160.0]}
+    result = bench_result(times_ms, servers=1, nominal_bytes_per_s=100e6)
     add_figures(result)
     assert opponents("bytesched-kv:updates=1", result["systems"]) == ("kv-plain", "kv-p3")
     ours = result["systems"]["bytesched-kv:updates=1"]["figures"]
