@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bytesched.report.canvas import AFTER, BEFORE, GRID, INK, QUIET, canvas, strip
+from bytesched.report.canvas import AFTER, BEFORE, GRID, INK, QUIET, canvas, say, strip
 from bytesched.trace.reading import (
     Interval,
     Iteration,
@@ -115,21 +115,15 @@ def _draw_title(axes: Any, view: IterationView) -> None:
     waiting = f"{iteration.exposed_wait_ms:.0f} ms of it waiting"
     behind = {"facecolor": "white", "edgecolor": "none", "pad": 1}
     style = {"xycoords": title, "size": 10, "color": QUIET, "va": "bottom", "bbox": behind}
-    _say(axes, f"{iteration.step_ms:.0f} ms per iteration, {waiting}", (1, 0), 9, **style)
+    say(axes, f"{iteration.step_ms:.0f} ms per iteration, {waiting}", (1, 0), (9, 0), **style)
     note = "barrier: all sent, then step() returns"
     if iteration.crossed_ms:
         crossed = iteration.crossed_ms / iteration.link_busy_ms
         note = f"step() returns, {crossed:.0%} still to send"
     at, is_left = (view.step_ms, NOTE_AT), view.step_ms < ROOM_FOR_NOTE * width_ms
-    _say(axes, note, at, 5 if is_left else -5, ha="left" if is_left else "right", color=INK)
+    say(axes, note, at, (5 if is_left else -5, 0), ha="left" if is_left else "right", color=INK)
     if not is_left and view.end_ms - view.step_ms > 0.1 * width_ms:
-        _say(axes, "next iteration", at, 5, color=QUIET)
-
-
-def _say(axes: Any, words: str, at: tuple[float, float], right_by: float, **style: Any) -> None:
-    """Write words so many points right of a place, which may lie outside of the axes."""
-    beside = {"xytext": (right_by, 0), "textcoords": "offset points", "annotation_clip": False}
-    axes.annotate(words, at, **{"size": 9, **beside, **style})
+        say(axes, "next iteration", at, (5, 0), color=QUIET)
 
 
 def _draw_bars(
@@ -198,9 +192,9 @@ def _draw_saving(axes: Any, before: IterationView, after: IterationView) -> None
     style |= {"backgroundcolor": "white"}
     nearer_ms, middle_ms = min(before.step_ms, after.step_ms), (before.step_ms + after.step_ms) / 2
     if nearer_ms > ROOM_FOR_SAVING * axes.get_xlim()[1]:
-        _say(axes, saving, (nearer_ms, SAVING_AT), -8, ha="right", **style)
+        say(axes, saving, (nearer_ms, SAVING_AT), (-8, 0), ha="right", **style)
     else:
-        _say(axes, saving, (middle_ms, SAVING_AT), 0, ha="center", **style)
+        say(axes, saving, (middle_ms, SAVING_AT), (0, 0), ha="center", **style)
 
 
 @dataclass(frozen=True, slots=True)
