@@ -50,7 +50,7 @@ class TraceFile:
     """
 
     def __init__(self, path: Path, first: str, *, max_bytes: int) -> None:
-        """Replace ``path`` by an array of the one record ``first``; raise ``OSError`` if denied."""
+        """Replace ``path`` by an array of the records ``first``; raise ``OSError`` if denied."""
         self.path = path
         #: some records found no room within ``max_bytes``
         self.is_full = False

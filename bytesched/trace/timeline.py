@@ -97,7 +97,14 @@ class Timeline(Observer):
         before_ns = time.perf_counter_ns()
         wall_ns = time.time_ns()
         self._origin_ns = (before_ns + time.perf_counter_ns()) // 2
-        anchor = {"wall_ns": wall_ns, "clock_offset_ns": clock_offset_ns, "rank": rank}
+        facts: dict[str, dict[str, Any]] = {
+            ANCHOR: {"wall_ns": wall_ns, "clock_offset_ns": clock_offset_ns, "rank": rank},
+            "process_name": {"name": f"rank {rank}"},
+            "process_labels": {"labels": socket.gethostname()},
+            "process_sort_index": {"sort_index": rank},
+        }
+        where = "M", rank, self._first_tid
+        first = ",\n".join(event_line(*where, name, args=args) for name, args in facts.items())
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             if _is_foreign(self.path):
@@ -105,17 +112,7 @@ class Timeline(Observer):
                     f"timeline: {self.path} is there and is no trace of bytesched: "
                     "name another folder, or move the file"
                 )
-            first = event_line("M", rank, self._first_tid, ANCHOR, args=anchor)
             self._file = TraceFile(self.path, first, max_bytes=max_file_bytes)
-            facts: dict[str, dict[str, Any]] = {
-                "process_name": {"name": f"rank {rank}"},
-                "process_labels": {"labels": socket.gethostname()},
-                "process_sort_index": {"sort_index": rank},
-            }
-            self._file.append(
-                event_line("M", rank, self._first_tid, name, args=args)
-                for name, args in facts.items()
-            )
         except OSError as error:
             raise ConfigError(
                 f"timeline: cannot write {self.path}: {error.strerror or error}; "
