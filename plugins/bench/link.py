@@ -10,6 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from bytesched.bench.specification import Specification
+from bytesched.lab.ranks import Place
 from bytesched.link.bound import store_bytes_per_s
 from bytesched.link.levels import ring_share, shares_hosts, two_level_share
 
@@ -64,25 +66,15 @@ def agree(before: float, after: float) -> bool:
 
 
 class Link:
-    """The links between the ranks, and to the servers if there are any.
+    """The links between the ranks, and to the servers if there are any."""
 
-    Args:
-        servers: ranks that serve, if there is a store.
-        nominal_bytes_per_s: of shaped links.
-        ranks_per_host: that share a link.
-    """
-
-    def __init__(
-        self,
-        ranks: Ranks,
-        servers: int | None,
-        nominal_bytes_per_s: float | None,
-        ranks_per_host: int = 1,
-    ) -> None:
+    def __init__(self, ranks: Ranks, spec: Specification, place: Place) -> None:
         self._ranks = ranks
-        self._servers = servers
-        self._nominal_bytes_per_s = nominal_bytes_per_s
-        self._hosts = [str(rank // ranks_per_host) for rank in range(ranks.size)]
+        self._servers = spec.servers
+        #: of shaped links, each of which ranks of a host share
+        self._nominal_bytes_per_s = place.link_bytes_per_s
+        sharing = spec.ranks_per_host if place.link_bytes_per_s else 1
+        self._hosts = [str(rank // sharing) for rank in range(ranks.size)]
         self._samples: list[float] = []
         self._exchanges_s: list[float] = []
 

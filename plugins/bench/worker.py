@@ -83,13 +83,12 @@ class Bench:
         self.place = place
         self.systems = list(spec.systems)
         self.ranks = Ranks()
-        shared = spec.ranks_per_host if place.link_bytes_per_s else 1
+        self.link = Link(self.ranks, spec, place)
         self.horovod: Horovod | None = None
         if spec.is_any_of(HOROVOD_SYSTEMS):
             from .systems.horovod import Horovod
 
             self.horovod = Horovod(self.ranks, place)
-        self.link = Link(self.ranks, spec.servers, place.link_bytes_per_s, shared)
         self.compute_samples: list[dict[str, float]] = []
         self.sweeps_ms: dict[str, dict[str, float]] = {}
         exchanged = [one.exchange_bytes for one in spec.profile.layers] if spec.profile else []
@@ -295,15 +294,5 @@ class Bench:
         }
 
 
-def measure(spec: Specification, place: Place) -> dict[str, Any]:
-    """What `bytesched bench` found, on every rank."""
-    bench = Bench(spec, place)
-    try:
-        return bench.run()
-    finally:
-        if bench.horovod is not None:
-            bench.horovod.close()
-
-
 if __name__ == "__main__":
-    run_rank(Specification, measure)
+    run_rank(Specification, lambda spec, place: Bench(spec, place).run())

@@ -108,18 +108,17 @@ def _on_a_store(spec: Specification, servers: int) -> Iterator[_Ready]:
     from ...stores.mpi.opening import open_store
     from .servers import set_up_store
 
-    [system], timeout_s = spec.systems, spec.timeout_s
+    [system] = spec.systems
     options = dict(system.options)
     # A rank that serves ends in here.
     store = open_store(
         servers=servers,
         transfer=options.pop("transfer", "two-sided"),
         updates=parse_flag(options.pop("updates", "0")),
-        timeout_s=timeout_s,
+        timeout_s=spec.timeout_s,
     )
     workload = build(spec, SEED)
-    what = system.kind, options, workload.model, spec.optimizer
-    running = set_up_store(*what, store, servers=servers, timeout_s=timeout_s)
+    running = set_up_store(system.kind, options, workload.model, spec, store)
     store.barrier()
     yield workload, running, store.rank, {}
     store.close()

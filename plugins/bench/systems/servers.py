@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from bytesched.bench.specification import Specification
 from bytesched.errors import SchedulerTimeout
 
 from .data_parallel import Running, make_optimizer, scheduled
@@ -28,29 +29,22 @@ _SLICE_ELEMENTS = 40_000
 
 
 def set_up_store(
-    kind: str,
-    options: Mapping[str, str],
-    model: nn.Module,
-    optimizer_name: str,
-    store: Any,
-    *,
-    servers: int,
-    timeout_s: float,
+    kind: str, options: Mapping[str, str], model: nn.Module, spec: Specification, store: Any
 ) -> Running:
     """The system ``kind`` around ``model``; options are texts as the command line has them.
 
     kv-plain takes none, kv-p3 ``slice`` (elements) and ``window`` (slices on the way), and
     bytesched-kv the fields of its configuration.
     """
-    if kind == "kv-plain":
-        optimizer = make_optimizer(optimizer_name, model.parameters())
-        WholeKeys(model, optimizer, store, servers=servers, timeout_s=timeout_s)
-        return Running(model, optimizer)
     if kind == "kv-p3":
         sizes = int(options.get("slice", _SLICE_ELEMENTS)), int(options.get("window", 1))
-        p3 = P3(model, optimizer_name, store, *sizes, timeout_s)
+        p3 = P3(model, spec, store, *sizes)
         return Running(model, p3, p3.close)
-    return scheduled(make_optimizer(optimizer_name, model.parameters()), model, options, store)
+    optimizer = make_optimizer(spec.optimizer, model.parameters())
+    if kind == "kv-plain":
+        WholeKeys(model, optimizer, spec, store)
+        return Running(model, optimizer)
+    return scheduled(optimizer, model, options, store)
 
 
 class WholeKeys:
@@ -61,20 +55,14 @@ class WholeKeys:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        store: Any,
-        *,
-        servers: int,
-        timeout_s: float,
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, spec: Specification, store: Any
     ) -> None:
         self._store = store
-        self._timeout_s = timeout_s
+        self._timeout_s = spec.timeout_s
         self._outstanding = 0
         self._ends: SimpleQueue[BaseException | None] = SimpleQueue()
         for name, parameter in model.named_parameters():
-            parts = max(servers, 1) if parameter.numel() > _LARGE_ELEMENTS else 1
+            parts = max(spec.servers or 0, 1) if parameter.numel() > _LARGE_ELEMENTS else 1
             keys = _put(store, name, parameter, parts)
             parameter.register_post_accumulate_grad_hook(partial(self._exchange, keys))
         optimizer.register_step_pre_hook(self._wait)
@@ -131,16 +119,10 @@ class P3:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        optimizer_name: str,
-        store: Any,
-        slice_elements: int,
-        window: int,
-        timeout_s: float,
+        self, model: nn.Module, spec: Specification, store: Any, slice_elements: int, window: int
     ) -> None:
         self._store = store
-        self._timeout_s = timeout_s
+        self._timeout_s = spec.timeout_s
         self._lock = threading.Lock()
         self._free = window
         self._pushes: list[tuple[int, int, str, torch.Tensor]] = []
@@ -151,7 +133,7 @@ class P3:
         of: dict[int, _P3Tensor] = {}
         for name, parameter in model.named_parameters():
             keys = _put(store, name, parameter, -(-parameter.numel() // slice_elements))
-            optimizer = make_optimizer(optimizer_name, [parameter])
+            optimizer = make_optimizer(spec.optimizer, [parameter])
             tensor = _P3Tensor(len(self._tensors), parameter, optimizer, keys)
             tensor.updated.set()
             self._tensors.append(tensor)

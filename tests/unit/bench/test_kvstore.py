@@ -6,6 +6,7 @@ import importlib.util
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -94,6 +95,10 @@ def test_figures_of_servers() -> None:
     assert "bus MB/s" not in text
 
 
+def spec_of(timeout_s: float) -> Any:
+    return SimpleNamespace(optimizer="sgd", servers=1, timeout_s=timeout_s)
+
+
 class _Held:
     """One worker's store that keeps every push until it is let go."""
 
@@ -125,7 +130,7 @@ def test_p3_sends_one_slice_at_a_time_first_layer_first_and_updates_as_sgd_does(
     plain = torch.optim.SGD(reference.parameters(), lr=1e-2, momentum=0.9, fused=True)
     store = _Held()
     options = {"slice": "10"}
-    running = set_up_store("kv-p3", options, model, "sgd", store, servers=1, timeout_s=100.0)
+    running = set_up_store("kv-p3", options, model, spec_of(100.0), store)
     for _ in range(2):
         running.optimizer.zero_grad()
         model(inputs).square().sum().backward()
@@ -152,7 +157,7 @@ def test_p3_sends_one_slice_at_a_time_first_layer_first_and_updates_as_sgd_does(
 def test_p3_tells_whoever_waits_what_went_wrong() -> None:
     model, inputs = a_chain()
     store = _Held()
-    running = set_up_store("kv-p3", {}, model, "sgd", store, servers=1, timeout_s=100.0)
+    running = set_up_store("kv-p3", {}, model, spec_of(100.0), store)
     model(inputs).sum().backward()
     running.optimizer.step()
     store.pushes.pop()[1](RuntimeError("no server"))
@@ -163,7 +168,7 @@ def test_p3_tells_whoever_waits_what_went_wrong() -> None:
 def test_the_plain_system_pushes_in_backward_and_waits_for_all_in_step() -> None:
     model, inputs = a_chain()
     store = _Held()
-    running = set_up_store("kv-plain", {}, model, "sgd", store, servers=1, timeout_s=0.1)
+    running = set_up_store("kv-plain", {}, model, spec_of(0.1), store)
     model(inputs).sum().backward()
     pushed = [key for key, _ in store.pushes]
     assert pushed[-1] == "0.weight/0"
