@@ -16,6 +16,7 @@ from bytesched.bench.provenance import measured
 from bytesched.bench.specification import Specification, Training, refuse, with_options
 from bytesched.environment import rank_view
 from bytesched.errors import ConfigError
+from bytesched.lab.ranks import BenchError
 from bytesched.link.crossover import SharingJob, bound_share, turn_rates, work
 from bytesched.table import aligned
 
@@ -131,7 +132,7 @@ def common_rates(starts_s: Mapping[int, Sequence[float]]) -> dict[int, float]:
     Args:
         starts_s: of each job, when its iterations began, the last one ending at the last of them.
 
-    Raises `ValueError` where that time has fewer than two iterations of a job.
+    Raises `BenchError` where that time has fewer than two iterations of a job.
     """
     since_s = max(starts[min(_SETTLING, len(starts) - 1)] for starts in starts_s.values())
     until_s = min(starts[-1] for starts in starts_s.values())
@@ -139,9 +140,9 @@ def common_rates(starts_s: Mapping[int, Sequence[float]]) -> dict[int, float]:
     for job, starts in starts_s.items():
         done = _done(starts, until_s) - _done(starts, since_s) if since_s < until_s else 0.0
         if done < _LEAST:
-            raise ValueError(
+            raise BenchError(
                 f"job {job} had {done:.1f} iterations while all jobs trained, of the {_LEAST} that "
-                "make a rate: their paces differ too much for so few"
+                "make a rate: their paces differ too much for so few: give more --iterations"
             )
         rates[job] = done / (until_s - since_s)
     return rates

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bytesched.bench.sharing import CROSSOVER, DDP, SIDE_BY_SIDE, ShareSpecification, common_rates
 from bytesched.environment import set_variables
-from bytesched.lab.ranks import BenchError, Place
+from bytesched.lab.ranks import Place
 from bytesched.link.bound import gradients, optimum_s, split_optimum_s
 
 from .block import SEED, train
@@ -139,18 +139,9 @@ class SharingBench:
 
 
 def _rates(found: dict[int, dict[str, Any]]) -> list[float]:
-    """Iterations per second of each job, while all of them train; 0 of one that does not.
-
-    Raises `BenchError` if one came to its end before another one had warmed up.
-    """
-    rates = [0.0] * (1 + max(found))
-    try:
-        common = common_rates({job: one["starts_s"] for job, one in found.items()})
-    except ValueError as error:
-        raise BenchError(f"{error}: give more --iterations") from None
-    for job, rate in common.items():
-        rates[job] = rate
-    return rates
+    """Iterations per second of each job, while all of them train; 0 of one that does not."""
+    rates = common_rates({job: one["starts_s"] for job, one in found.items()})
+    return [rates.get(job, 0.0) for job in range(1 + max(found))]
 
 
 if __name__ == "__main__":

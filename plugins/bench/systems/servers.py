@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -178,26 +178,23 @@ class P3:
             self._free -= 1
             number, _, key, part = heapq.heappop(self._pushes)
         tensor = self._tensors[number]
-        self._store.start_push(key, part, partial(self._pushed, tensor, key, part), -number)
+        pushed = partial(self._pushed, tensor, key, part)
+        self._store.start_push(key, part, self._unless_failed(pushed), -number)
 
-    def _pushed(
-        self, tensor: _P3Tensor, key: str, part: torch.Tensor, error: BaseException | None
-    ) -> None:
-        if error is not None:
-            self._fail(error)
-            return
+    def _pushed(self, tensor: _P3Tensor, key: str, part: torch.Tensor) -> None:
         with self._lock:
             self._free += 1
-        self._store.start_pull(key, part, partial(self._pulled, tensor), -tensor.number)
+        pulled = partial(self._pulled, tensor)
+        self._store.start_pull(key, part, self._unless_failed(pulled), -tensor.number)
         self._push_next()
 
-    def _pulled(self, tensor: _P3Tensor, error: BaseException | None) -> None:
-        if error is not None:
-            self._fail(error)
-            return
+    def _pulled(self, tensor: _P3Tensor) -> None:
         tensor.missing -= 1
         if not tensor.missing:
             self._complete.put(tensor)
+
+    def _unless_failed(self, then: Callable[[], None]) -> Callable[[BaseException | None], None]:
+        return lambda error: then() if error is None else self._fail(error)
 
     def _update(self) -> None:
         while (tensor := self._complete.get()) is not None:

@@ -201,7 +201,7 @@ def _read_bytes(workload: Workload) -> tuple[int, dict[str, int]]:
 
 
 def _watch_calls(
-    hooks: ExitStack, model: nn.Module, note: Callable[[str, tuple[object, ...]], object]
+    hooks: ExitStack, model: nn.Module, note: Callable[[str, tuple[object, ...]], None]
 ) -> None:
     """Has `note` called with the name and the arguments of each module that is called."""
     for name, module in model.named_modules():
