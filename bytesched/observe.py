@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
-from typing import Any, Literal
+from typing import Any
 
 __all__ = ["Observer", "Observers"]
 
@@ -23,9 +23,6 @@ class Observer:
         self, track: str, name: str, start_ns: int, end_ns: int, args: dict[str, Any] | None = None
     ) -> None:
         """Something took from ``start_ns`` to ``end_ns``."""
-
-    def on_flow(self, phase: Literal["s", "t", "f"], flow_id: int, track: str, at_ns: int) -> None:
-        """A task was ready (s), was sent (t), or was first used (f)."""
 
     def on_step(self, step: int, at_ns: int) -> None:
         """The optimizer's ``step`` number ``step`` returned."""
@@ -60,9 +57,6 @@ class Observers:
         self, track: str, name: str, start_ns: int, end_ns: int, args: dict[str, Any] | None = None
     ) -> None:
         self._tell("on_span", track, name, start_ns, end_ns, args)
-
-    def on_flow(self, phase: Literal["s", "t", "f"], flow_id: int, track: str, at_ns: int) -> None:
-        self._tell("on_flow", phase, flow_id, track, at_ns)
 
     def on_step(self, step: int, at_ns: int) -> None:
         self._tell("on_step", step, at_ns)

@@ -267,7 +267,6 @@ class Scheduler:
         for task in tasks:
             ready_ns = self.ready_at_ns.get(task.index, now_ns)
             self._observers.on_span("queue", task.name, ready_ns, now_ns, {"chunk": task.index})
-            self._observers.on_flow("t", task.index, "send", now_ns)
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else "failed" if self.error else "running"

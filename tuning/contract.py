@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from bytesched.testing.transport_suite import Contract
+from bytesched.testing import Contract
 from bytesched.tunable import Setting
 
 from .search import Searcher

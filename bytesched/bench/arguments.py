@@ -12,8 +12,6 @@ from bytesched.bench.profile import shipped_profiles
 from bytesched.bench.systems import EXCHANGE_SYSTEMS, SYSTEMS
 from bytesched.parser import CommandParser
 
-__all__ = ["CONTROLLERS", "DEFAULT_RATE", "DEFAULT_WORKERS", "MODELS", "bench_parser", "same_again"]
-
 NumberT = TypeVar("NumberT", int, float)
 
 MODELS: Final = ("gpt", "vgg", "resnet")
@@ -92,10 +90,7 @@ _NUMBERS: Final[tuple[tuple[str, Callable[[str], float], float | None, str, str]
     ("lab", _RANKS, None, "N", "start ranks on N hosts emulated on this machine"),
     ("ranks-per-host", _within(1, 64), 1, "N", "ranks on each emulated host"),
     (
-        "workers",
-        _RANKS,
-        None,
-        "N",
+        *("workers", _RANKS, None, "N"),
         f"start N ranks here, over loopback (default {DEFAULT_WORKERS})",
     ),
     ("iterations", _COUNT, 20, "N", "timed iterations per round"),

@@ -19,17 +19,6 @@ from bytesched.bench.table import described, opponents, round_medians
 from bytesched.errors import ConfigError
 from bytesched.table import aligned
 
-__all__ = [
-    "COUNTS",
-    "TIME_TOLERANCE",
-    "Change",
-    "changes",
-    "check_same",
-    "check_systems",
-    "load_result",
-    "report",
-]
-
 #: how much a ratio of times may grow: that of two runs on a quiet machine differs by 1 to 3 %
 TIME_TOLERANCE: Final = 0.05
 #: the counts of a system, and how much each may grow: they depend a little on how often threads
@@ -106,36 +95,32 @@ def check_systems(old: dict[str, Any], names: Container[str]) -> None:
             raise ConfigError(f"--compare: cannot compare {name}: only the old result has it")
 
 
-def changes(old: dict[str, Any], new: dict[str, Any]) -> list[Change]:
+def changes(old: dict[str, Any], new: dict[str, Any]) -> Iterator[Change]:
     """The figures that both results have, by system.
 
     Raises `ConfigError` if the new one lacks a figure of a system of ours that it has.
     """
-    found: list[Change] = []
     for name, before in old["systems"].items():
-        if now := new["systems"].get(name):
-            if _is_ours(name) and "rounds" in before:
-                found += _times(name, old["systems"], new["systems"])
-            for key, (figure, tolerance) in COUNTS.items():
-                was, is_now = (its.get("counts", {}).get(key) for its in (before, now))
-                found += _change(name, figure, was, is_now, tolerance)
-            told, tells = before.get("losses"), now.get("losses")
-            if told == _SAME or tells is None:
-                differs = None if tells is None else float(tells != _SAME)
-                found += _change(name, _LOSSES, None if told is None else 0.0, differs, 0.0)
-    return found
-
-
-def _change(
-    name: str, figure: str, before: float | None, now: float | None, tolerance: float
-) -> Iterator[Change]:
-    """What became of a figure, if the old result has it."""
-    if before is not None and now is not None:
-        yield Change(name, figure, before, now, tolerance)
-    elif before is not None and _is_ours(name):
-        raise ConfigError(
-            f"--compare: cannot compare the {figure} of {name}: only the old result has them"
-        )
+        if (now := new["systems"].get(name)) is None:
+            continue
+        if _is_ours(name) and "rounds" in before:
+            yield from _times(name, old["systems"], new["systems"])
+        #: what it was, what it is, by how much it may grow
+        figures: dict[str, tuple[float | None, float | None, float]] = {}
+        for key, (figure, tolerance) in COUNTS.items():
+            was, is_now = (its.get("counts", {}).get(key) for its in (before, now))
+            figures[figure] = was, is_now, tolerance
+        told, tells = before.get("losses"), now.get("losses")
+        if told == _SAME or (told and tells is None):
+            figures[_LOSSES] = 0.0, None if tells is None else float(tells != _SAME), 0.0
+        for figure, (was, is_now, tolerance) in figures.items():
+            if was is not None and is_now is not None:
+                yield Change(name, figure, was, is_now, tolerance)
+            elif was is not None and _is_ours(name):
+                raise ConfigError(
+                    f"--compare: cannot compare the {figure} of {name}: only the old result has "
+                    "them"
+                )
 
 
 def _times(name: str, *systems: dict[str, Any]) -> Iterator[Change]:
@@ -144,12 +129,11 @@ def _times(name: str, *systems: dict[str, Any]) -> Iterator[Change]:
     Of its best peer in the old one, else in the new one, else of the plain one.
     """
     (plain, best), (_, best_now) = (opponents(name, its) for its in systems)
-    for peer in filter(None, (best, best_now, plain)):
-        if all(peer in its for its in systems):
-            before, now = (_multiple(its[name], its[peer]) for its in systems)
-            yield Change(name, f"time, as a multiple of {peer}'s", before, now, TIME_TOLERANCE)
-            return
-    if best or plain:
+    peers = [p for p in (best, best_now, plain) if p and all(p in its for its in systems)]
+    if peers:
+        before, now = (_multiple(its[name], its[peers[0]]) for its in systems)
+        yield Change(name, f"time, as a multiple of {peers[0]}'s", before, now, TIME_TOLERANCE)
+    elif best or plain:
         raise ConfigError(
             f"--compare: cannot compare the time of {name}: they have no peer of it in common"
         )
@@ -174,7 +158,7 @@ def report(old: dict[str, Any], new: dict[str, Any]) -> tuple[str, list[Change]]
     Raises `ConfigError` if the results have no figure in common, or the new one lacks one of ours.
     """
     check_systems(old, new["systems"])
-    found = changes(old, new)
+    found = list(changes(old, new))
     if not found:
         raise ConfigError("--compare: the two results have no figure of a system in common")
     rows = [["system", "figure", "old", "new", "change", ""]]

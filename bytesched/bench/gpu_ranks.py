@@ -7,32 +7,26 @@ run side by side under MPS, a daemon of the user's; without it the processes tak
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Final, NoReturn
+from typing import Final
 
 from bytesched.bench.gpu_table import report
-from bytesched.bench.provenance import command_of, provenance
+from bytesched.bench.provenance import measured
 from bytesched.bench.specification import Training, check_outputs, refuse, with_options
 from bytesched.bench.systems import parse_systems
 from bytesched.environment import child_environment, rank_view
 from bytesched.errors import ConfigError
-from bytesched.files import write_text
-from bytesched.lab.ranks import found_by
 from bytesched.values import nearest
-
-__all__ = ["GpuSpecification", "measure_gpu_ranks", "mps", "nccl_variables"]
 
 WORKER: Final = "bytesched.plugins.bench.gpu_worker"
 MODELS: Final = ("gpt", "conv", "small")
@@ -50,7 +44,6 @@ _PATIENCE_S: Final = 20.0
 _POLL_S: Final = 0.05
 
 _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
-TERMINATED: Final = 143
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,9 +77,7 @@ def measure_gpu_ranks(options: Namespace, arguments: Sequence[str]) -> list[str]
     systems = parse_systems(options.systems or SYSTEMS, ("ddp", "fsdp2", "bytesched"))
     if options.optimizer == "sgd" and any(system.kind == "fsdp2" for system in systems):
         raise ConfigError("--optimizer sgd: fsdp2 has no fused one, name other --systems")
-    # Before anything is measured: files may change meanwhile.
-    origin = provenance(command_of(arguments))
-    with _stoppable(), mps() as (variables, sharing):
+    with mps() as (variables, sharing):
         spec = with_options(
             GpuSpecification,
             options,
@@ -97,11 +88,7 @@ def measure_gpu_ranks(options: Namespace, arguments: Sequence[str]) -> list[str]
             variables=variables,
             sharing=sharing,
         )
-        text, _ = found_by(spec, WORKER, options.gpu_ranks, threads=spec.threads)
-    found = {**origin, "specification": asdict(spec), **json.loads(text)}
-    if options.json:
-        write_text(Path(options.json), json.dumps(found, indent=1) + "\n")
-    return report(found)
+        return report(measured(spec, WORKER, options.gpu_ranks, None, options, arguments))
 
 
 def nccl_variables(rank: int) -> dict[str, str]:
@@ -176,22 +163,3 @@ def _left(pipes: Path) -> list[int]:
                 if Path(f"/proc/{pid}/comm").read_text().strip() == _SHOWN:
                     found.append(pid)
     return found
-
-
-@contextmanager
-def _stoppable() -> Iterator[None]:
-    """Ctrl-C and SIGTERM end what is inside, and a second one does not interrupt that."""
-
-    def stop(number: int, _frame: object) -> NoReturn:
-        for each in _SIGNALS:
-            signal.signal(each, signal.SIG_IGN)
-        if number == signal.SIGINT:
-            raise KeyboardInterrupt
-        sys.exit(TERMINATED)
-
-    before = {number: signal.signal(number, stop) for number in _SIGNALS}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

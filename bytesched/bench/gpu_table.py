@@ -10,8 +10,6 @@ from typing import Any, Final
 
 from bytesched.table import aligned
 
-__all__ = ["agreement", "interval", "report"]
-
 #: of samples drawn anew, and the share of their ratios that an interval holds
 _DRAWS: Final = 2000
 _HELD: Final = 0.95
@@ -55,23 +53,19 @@ def _table(systems: Mapping[str, Any], optimum_ms: float) -> list[str]:
     medians = {label: statistics.median(chain(*rounds)) for label, rounds in times.items()}
     peers = [label for label in medians if not label.startswith("bytesched")]
     best = min(peers, key=medians.__getitem__, default="")
-    rows: list[tuple[str, ...]] = [
-        ("system", "iteration ms", "of T*", "speed", "95 %", "CPU ms", "peak MiB", "losses")
-    ]
     plain = next((label for label in systems if label.startswith("ddp")), next(iter(systems)))
+    rows = [["system", "iteration ms", "of T*", "speed", "95 %", "CPU ms", "peak MiB", "losses"]]
     for label, its in systems.items():
-        low, high = interval(times[best], times[label]) if best else (0.0, 0.0)
+        speed = within = "-"
+        if best:
+            speed = f"{medians[best] / medians[label]:.3f}x"
+        if best not in ("", label):
+            within = "{:.3f}-{:.3f}".format(*interval(times[best], times[label]))
+        took = f"{medians[label]:.2f}", f"{medians[label] / optimum_ms:.3f}x"
         cpu_ms = statistics.median(turn["cpu_ms"] for turn in its["rounds"])
         peak = max(turn["peak_bytes"] for turn in its["rounds"]) / _MIB
-        speed = f"{medians[best] / medians[label]:.3f}x" if best else "-"
-        rows.append(
-            (
-                *(label, f"{medians[label]:.2f}", f"{medians[label] / optimum_ms:.3f}x", speed),
-                f"{low:.3f}-{high:.3f}" if best not in ("", label) else "-",
-                *(f"{cpu_ms:.1f}", f"{peak:.0f}"),
-                agreement(systems[plain]["losses"], its["losses"]),
-            )
-        )
+        losses = agreement(systems[plain]["losses"], its["losses"])
+        rows.append([label, *took, speed, within, f"{cpu_ms:.1f}", f"{peak:.0f}", losses])
     return [
         *aligned(rows, "<>>>>>><"),
         "",
@@ -116,7 +110,7 @@ def agreement(expected: Sequence[Sequence[float]], got: Sequence[Sequence[float]
 def trace_lines(trace: Mapping[str, Any]) -> list[str]:
     """The tables of an iteration: its passes, its chunks and its gates."""
     lines = [", ".join(f"{name} {ms:.1f}" for name, ms in trace["passes"])]
-    for kind, head in (("chunks", "chunk ready sent arrived"), ("gates", "gate reached passed")):
+    for kind, head in (("chunks", "chunk sent arrived"), ("gates", "gate reached passed")):
         rows = [(name, *(f"{ms:.1f}" for ms in times)) for name, *times in trace[kind]]
         titles = head.split()
         lines += [*aligned([titles, *rows], "<" + ">" * (len(titles) - 1)), ""]

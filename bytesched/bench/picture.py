@@ -9,9 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from bytesched.bench.table import chosen
-from bytesched.report.canvas import AFTER, BEFORE, GRID, INK, QUIET, canvas, strip
-
-__all__ = ["draw_bench"]
+from bytesched.report.canvas import AFTER, BEFORE, GRID, INK, QUIET, canvas, say, strip
 
 OPTIMUM = "#d64545"
 PANEL_IN = 6.6
@@ -71,31 +69,22 @@ def _draw_case(axes: Any, case: dict[str, Any], bars: int) -> None:
     for row, (name, system) in enumerate(systems.items()):
         _draw_bar(axes, row, name, system["figures"], optimum_ms)
     axes.plot([optimum_ms] * 2, [-0.62, len(systems) - 0.5], color=OPTIMUM, linewidth=1.4)
-    _write(axes, f"T* {optimum_ms:.0f} ms", (optimum_ms, -0.62), (4, -2), color=OPTIMUM)
+    say(axes, f"T* {optimum_ms:.0f} ms", (optimum_ms, -0.62), (4, -2), color=OPTIMUM, va="center")
     title = str(case.get("workload", ""))
     axes.set_title(title, loc="left", size=12, weight="bold", color=INK, pad=22)
     place = {"xycoords": "axes fraction", "va": "baseline"}
-    _write(axes, _circumstances(case), (0, 1), (0, 8), color=QUIET, **place)
+    say(axes, _circumstances(case), (0, 1), (0, 8), color=QUIET, **place)
 
 
 def _draw_bar(axes: Any, row: int, name: str, figures: dict[str, Any], optimum_ms: float) -> None:
     length_ms = float(figures["iteration_ms"])
-    first_ms = float(figures.get("first_quartile_ms", length_ms))
-    third_ms = float(figures.get("third_quartile_ms", length_ms))
-    colour = AFTER if name.startswith("bytesched") else BEFORE
-    axes.barh(row, length_ms, height=0.66, color=colour)
-    axes.plot([first_ms, third_ms], [row, row], color=INK, linewidth=1.2, solid_capstyle="butt")
-    inside = {"size": 10, "weight": "bold", "color": "white"}
-    _write(axes, f"{length_ms:.0f} ms", (0, row), (7, 0), **inside)
-    beside = max(length_ms, third_ms), row
-    _write(axes, f"{length_ms / optimum_ms:.2f} x T*", beside, (6, 0), color=INK)
-
-
-def _write(
-    axes: Any, text: str, at: tuple[float, float], offset: tuple[int, int], **style: Any
-) -> None:
-    style = {"size": 9, "va": "center"} | style
-    axes.annotate(text, at, xytext=offset, textcoords="offset points", **style)
+    quartiles_ms = [float(figures.get(f"{q}_quartile_ms", length_ms)) for q in ("first", "third")]
+    axes.barh(row, length_ms, height=0.66, color=AFTER if name.startswith("bytesched") else BEFORE)
+    axes.plot(quartiles_ms, [row, row], color=INK, linewidth=1.2, solid_capstyle="butt")
+    inside = {"size": 10, "weight": "bold", "color": "white", "va": "center"}
+    say(axes, f"{length_ms:.0f} ms", (0, row), (7, 0), **inside)
+    beside = max(length_ms, quartiles_ms[1]), row
+    say(axes, f"{length_ms / optimum_ms:.2f} x T*", beside, (6, 0), color=INK, va="center")
 
 
 def _label(name: str, system: dict[str, Any]) -> str:

@@ -11,18 +11,19 @@ import subprocess
 from argparse import Namespace
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from bytesched.bench.arguments import DEFAULT_RATE, DEFAULT_WORKERS
-from bytesched.bench.specification import Specification
+from bytesched.bench.specification import Specification, Training
 from bytesched.bench.systems import HOROVOD_SYSTEMS
 from bytesched.environment import RankView
+from bytesched.files import write_text
+from bytesched.lab.ranks import found_by
 from bytesched.version import __version__
-
-__all__ = ["command_of", "difference", "machine", "priority", "provenance", "setting", "source"]
 
 _ROOT = Path(__file__).parents[2]
 #: folders whose changes change what is measured
@@ -41,6 +42,26 @@ def provenance(command: str) -> dict[str, Any]:
         "platform": platform.platform(),
         "python": platform.python_version(),
     }
+
+
+def measured(
+    spec: Training,
+    worker: str,
+    hosts: int,
+    rate: str | None,
+    options: Namespace,
+    arguments: Sequence[str],
+    ranks_per_host: int = 1,
+) -> dict[str, Any]:
+    """What ranks that are started here find, and where it comes from; ``--json`` gets it, too."""
+    # Before anything is measured: files may change meanwhile.
+    origin = provenance(command_of(arguments))
+    ranks = {"threads": spec.threads, "ranks_per_host": ranks_per_host}
+    text, network = found_by(spec, worker, hosts, rate, **ranks)
+    found = {**origin, "network": network, "specification": asdict(spec), **json.loads(text)}
+    if options.json:
+        write_text(Path(options.json), json.dumps(found, indent=1) + "\n")
+    return found
 
 
 def command_of(arguments: Sequence[str]) -> str:

@@ -2,41 +2,28 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from argparse import Namespace
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, Final
 
 from bytesched.bench.arguments import DEFAULT_RATE, DEFAULT_WORKERS
 from bytesched.bench.profile import Profile, load_profile
-from bytesched.bench.provenance import command_of, provenance
+from bytesched.bench.provenance import measured
 from bytesched.bench.specification import Specification, Training, refuse, with_options
 from bytesched.environment import rank_view
 from bytesched.errors import ConfigError
-from bytesched.files import write_text
-from bytesched.lab.ranks import found_by
+from bytesched.lab.ranks import BenchError
 from bytesched.link.crossover import SharingJob, bound_share, turn_rates, work
 from bytesched.table import aligned
-
-__all__ = [
-    "CROSSOVER",
-    "DDP",
-    "SIDE_BY_SIDE",
-    "ShareSpecification",
-    "common_rates",
-    "measure_sharing",
-]
 
 WORKER: Final = "bytesched.plugins.bench.share_worker"
 DDP: Final = "ddp, side by side"
 SIDE_BY_SIDE: Final = "side by side"
 CROSSOVER: Final = "crossover"
-_ONE_AFTER_THE_OTHER: Final = "one after the other"
 _MOST_JOBS: Final = 8
 
 
@@ -84,18 +71,12 @@ def measure_sharing(
     spec = _specification(bench, options)
     hosts = options.lab or options.workers or DEFAULT_WORKERS
     rate = (options.rate or DEFAULT_RATE) if options.lab else None
-    # Before anything is measured: files may change meanwhile.
-    origin = provenance(command_of(arguments))
     jobs = len(spec.profiles)
-    text, network = found_by(spec, WORKER, hosts, rate, threads=spec.threads, ranks_per_host=jobs)
-    found = json.loads(text)
-    if options.json:
-        result = {**origin, "network": network, "specification": asdict(spec), **found}
-        write_text(Path(options.json), json.dumps(result, indent=1) + "\n")
-    return [_headline(found, hosts, network), "", *table(found)]
+    found = measured(spec, WORKER, hosts, rate, options, arguments, ranks_per_host=jobs)
+    return [_headline(found, hosts), "", *table(found)]
 
 
-def _headline(found: dict[str, Any], hosts: int, network: str) -> str:
+def _headline(found: dict[str, Any], hosts: int) -> str:
     jobs = "; ".join(
         f"{job['name']}: compute {job['compute_ms']:.1f} ms, link {job['link_ms']:.1f} ms, "
         f"alone {job['alone_ms']:.1f} ms, T* {job['optimum_ms']:.1f} ms"
@@ -103,7 +84,7 @@ def _headline(found: dict[str, Any], hosts: int, network: str) -> str:
     )
     return (
         f"{len(found['jobs'])} jobs of {hosts} ranks (emulated compute, one device on each host), "
-        f"{network}\n{jobs}"
+        f"{found['network']}\n{jobs}"
     )
 
 
@@ -112,12 +93,19 @@ def table(found: dict[str, Any]) -> list[str]:
     names = ("compute_ms", "alone_ms", "link_ms", "optimum_ms")
     jobs = [SharingJob(*(job[name] / 1e3 for name in names)) for job in found["jobs"]]
     serial_s = sum(job.iteration_s for job in jobs)
-    lines: list[tuple[str, ...]] = [("jobs", "iteration ms", "work", "of the bound", "same bits")]
-    lines.append(_row(_ONE_AFTER_THE_OTHER, jobs, [1 / serial_s] * len(jobs), "-"))
+    #: by the way, rates of the jobs and whether they have the same bits as alone
+    ways: dict[str, tuple[Sequence[float], str]] = {
+        "one after the other": ([1 / serial_s] * len(jobs), "-")
+    }
     for name, turns in found["arms"].items():
         rates = [statistics.median(rates) for rates in zip(*turns["rates"], strict=True)]
-        lines.append(_row(name, jobs, rates, "yes" if turns["same_bits"] else "NO"))
-    lines.append(_row("crossover, predicted", jobs, turn_rates(jobs), "-"))
+        ways[name] = rates, "yes" if turns["same_bits"] else "NO"
+    ways["crossover, predicted"] = turn_rates(jobs), "-"
+    lines = [["jobs", "iteration ms", "work", "of the bound", "same bits"]]
+    for name, (each_rate, bits) in ways.items():
+        each = " / ".join(f"{1e3 / rate:.1f}" for rate in each_rate)
+        near = f"{100 * bound_share(jobs, each_rate):.1f} %"
+        lines.append([name, each, f"{work(jobs, each_rate):.3f}x", near, bits])
     return [
         *aligned(lines, "<>>><"),
         "",
@@ -125,14 +113,6 @@ def table(found: dict[str, Any]) -> list[str]:
         "of the bound: 100 % if the device or the link is always busy, or no job can be faster.",
         "Side by side, jobs get equal shares of the device, without a cost of switching.",
     ]
-
-
-def _row(
-    name: str, jobs: Sequence[SharingJob], rates: Sequence[float], bits: str
-) -> tuple[str, ...]:
-    each = " / ".join(f"{1e3 / rate:.1f}" for rate in rates)
-    near = 100 * bound_share(jobs, rates)
-    return name, each, f"{work(jobs, rates):.3f}x", f"{near:.1f} %", bits
 
 
 #: iterations of each job in which those that began at once fall out of step
@@ -152,7 +132,7 @@ def common_rates(starts_s: Mapping[int, Sequence[float]]) -> dict[int, float]:
     Args:
         starts_s: of each job, when its iterations began, the last one ending at the last of them.
 
-    Raises `ValueError` where that time has fewer than two iterations of a job.
+    Raises `BenchError` where that time has fewer than two iterations of a job.
     """
     since_s = max(starts[min(_SETTLING, len(starts) - 1)] for starts in starts_s.values())
     until_s = min(starts[-1] for starts in starts_s.values())
@@ -160,9 +140,9 @@ def common_rates(starts_s: Mapping[int, Sequence[float]]) -> dict[int, float]:
     for job, starts in starts_s.items():
         done = _done(starts, until_s) - _done(starts, since_s) if since_s < until_s else 0.0
         if done < _LEAST:
-            raise ValueError(
+            raise BenchError(
                 f"job {job} had {done:.1f} iterations while all jobs trained, of the {_LEAST} that "
-                "make a rate: their paces differ too much for so few"
+                "make a rate: their paces differ too much for so few: give more --iterations"
             )
         rates[job] = done / (until_s - since_s)
     return rates

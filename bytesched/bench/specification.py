@@ -23,8 +23,6 @@ from bytesched.environment import RankView
 from bytesched.errors import ConfigError
 from bytesched.values import nearest
 
-__all__ = ["Specification", "Training", "check_outputs", "refuse", "specification", "with_options"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Training:

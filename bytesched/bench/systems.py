@@ -139,37 +139,33 @@ def check_systems(
             raise ConfigError(f"--systems: {label!r} is for layers of experts: --emulate moe")
     if "ddp-finalize" in labels:
         _check_torch(version("torch"))
-    for kinds, given, package, by_mpi in (
-        (
-            HOROVOD_SYSTEMS,
-            ("--controller", controller),
-            ("Horovod", "horovod"),
-            controller == "mpi",
-        ),
-        (KVSTORE_SYSTEMS, ("--servers", servers), ("mpi4py", "mpi"), True),
+    by_mpi = controller == "mpi"
+    for kinds, flag, given, package, extra in (
+        (HOROVOD_SYSTEMS, "--controller", controller, "Horovod", "horovod"),
+        (KVSTORE_SYSTEMS, "--servers", servers, "mpi4py", "mpi"),
     ):
-        if not labels.keys() & set(kinds):
-            if given[1] is not None:
-                raise ConfigError(f"{given[0]} is for {', '.join(kinds)}: name one")
-            continue
         others = labels.keys() - set(kinds)
-        if kinds == KVSTORE_SYSTEMS and others:
-            # The links carry other bytes than those of an all-reduce, and T* is another.
-            raise ConfigError(
-                f"--systems: {labels[min(others)]} sends without a server: measure "
-                f"{', '.join(kinds)} in a run of their own"
-            )
-        if importlib.util.find_spec(package[0].lower()) is None:
-            raise ConfigError(
-                f"these systems need {package[0]}: pip install 'bytesched[{package[1]}]'"
-            )
-        if by_mpi and launcher != "none":
+        if others == labels.keys():
+            if given is not None:
+                raise ConfigError(f"{flag} is for {', '.join(kinds)}: name one")
+            continue
+        if kinds == KVSTORE_SYSTEMS:
+            by_mpi = True
+            if others:
+                # The links carry other bytes than those of an all-reduce, and T* is another.
+                raise ConfigError(
+                    f"--systems: {labels[min(others)]} sends without a server: measure "
+                    f"{', '.join(kinds)} in a run of their own"
+                )
+        if importlib.util.find_spec(package.lower()) is None:
+            raise ConfigError(f"these systems need {package}: pip install 'bytesched[{extra}]'")
+    if by_mpi:
+        if launcher != "none":
             raise ConfigError(
                 f"MPI starts ranks with mpirun, and {launcher} has started these: run it alone, "
                 "with --lab or --workers"
             )
-        if by_mpi:
-            find_mpirun()
+        find_mpirun()
 
 
 def _check_torch(installed: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 from bytesched.table import aligned
@@ -28,7 +29,7 @@ def _figures(name: str, result: dict[str, Any]) -> dict[str, float]:
     systems, compute = result["systems"], result["compute"]
     rounds = systems[name]["rounds"]
     medians = round_medians(systems[name])
-    every = [ms for turn in rounds for ms in turn["iteration_ms"]]
+    every = _every_ms(systems[name])
     # Of one value, itself three times.
     first, median, third = statistics.quantiles(
         every * (1 + (len(every) == 1)), n=4, method="inclusive"
@@ -76,10 +77,9 @@ def _exchange_figures(systems: dict[str, Any], name: str) -> dict[str, float]:
         rounds = systems[system]["rounds"]
         return percentile([ms for turn in rounds for ms in turn["exchange_ms"]], share)
 
-    p95_ms = taken_ms(name, 0.95)
-    figures = {"exchange_p50_ms": taken_ms(name, 0.5), "exchange_p95_ms": p95_ms}
+    figures = {"exchange_p50_ms": taken_ms(name, 0.5), "exchange_p95_ms": taken_ms(name, 0.95)}
     if IDLE in systems and not name.startswith("bytesched-pieces"):
-        figures["exchange_p95_to_idle"] = p95_ms / taken_ms(IDLE, 0.95)
+        figures["exchange_p95_to_idle"] = figures["exchange_p95_ms"] / taken_ms(IDLE, 0.95)
     return figures
 
 
@@ -92,10 +92,8 @@ def percentile(values: Sequence[float], share: float) -> float:
 def _counts(name: str, system: dict[str, Any]) -> dict[str, int]:
     """What a system that tells it sends; the number of chunks only where their size was given."""
     stats = system["rounds"][-1]["stats"]
-    if "bytes_per_step" not in stats:
-        return {}
-    counts = {"bytes": stats["bytes_per_step"]}
-    if "partition_bytes=" in name and "chunks" in stats:
+    counts = {"bytes": stats["bytes_per_step"]} if "bytes_per_step" in stats else {}
+    if counts and "partition_bytes=" in name and "chunks" in stats:
         counts["messages"] = stats["chunks"]
     return counts
 
@@ -114,7 +112,7 @@ def opponents(name: str, systems: dict[str, Any]) -> tuple[str, str]:
     else:
         plain = "horovod"
         rivals = [other for other in systems if _uses_horovod(other) and _is_plain(other)]
-    best = min(rivals, key=lambda other: _median(systems[other]), default="")
+    best = min(rivals, key=lambda other: statistics.median(_every_ms(systems[other])), default="")
     return plain if plain in systems else "", best
 
 
@@ -131,9 +129,9 @@ def _is_plain(name: str) -> bool:
     return name.startswith(("ddp", "horovod", "kv-", IDLE))
 
 
-def _median(system: dict[str, Any]) -> float:
-    every: list[float] = [ms for turn in system["rounds"] for ms in turn["iteration_ms"]]
-    return statistics.median(every)
+def _every_ms(system: dict[str, Any]) -> list[float]:
+    """The time of every iteration."""
+    return [ms for turn in system["rounds"] for ms in turn["iteration_ms"]]
 
 
 def round_medians(system: dict[str, Any]) -> list[float]:
@@ -145,18 +143,17 @@ def _agreement(name: str, systems: dict[str, Any]) -> str:
     """How the losses and weights of a system compare with those of the first one."""
     if name == IDLE:
         return "of its rank alone"
-    reference_name = next(iter(systems))
-    reference = systems[reference_name]["rounds"][0]
-    worst = 0.0
-    same_weights = True
-    for turn in systems[name]["rounds"]:
-        same_weights &= turn["weights"] == reference["weights"]
-        for ours, theirs in zip(turn["losses"], reference["losses"], strict=True):
-            for loss, expected in zip(ours, theirs, strict=True):
-                difference = abs(loss - expected) / max(abs(expected), 1e-30)
-                worst = max(worst, difference if difference == difference else float("inf"))
+    reference = next(iter(systems.values()))["rounds"][0]
+    expected = list(chain(*reference["losses"]))
+    rounds = systems[name]["rounds"]
+    worst = max(
+        abs(loss - other) / max(abs(other), 1e-30) if loss == loss and other == other else math.inf
+        for turn in rounds
+        for loss, other in zip(chain(*turn["losses"]), expected, strict=True)
+    )
     if worst:
         return f"differ by {worst:.1e}"
+    same_weights = all(turn["weights"] == reference["weights"] for turn in rounds)
     return "identical" if same_weights else "equal, weights not"
 
 
@@ -214,11 +211,7 @@ def table(result: dict[str, Any]) -> str:
 
 
 def _cell(text: str, figures: dict[str, float]) -> str:
-    megabytes = {
-        f"{kind}_mb": figures[f"{kind}_bytes"] / 1e6
-        for kind in ("peak", "state")
-        if f"{kind}_bytes" in figures
-    }
+    megabytes = {f"{name[:-5]}mb": n / 1e6 for name, n in figures.items() if name.endswith("bytes")}
     try:
         return text.format_map(figures | megabytes)
     except KeyError:

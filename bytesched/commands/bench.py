@@ -12,9 +12,10 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, NoReturn
 
 from bytesched.bench.arguments import (
     CONTROLLERS,
@@ -40,6 +41,7 @@ from bytesched.lab.ranks import Start, run_all, run_own
 WORKER = "bytesched.plugins.bench.worker"
 BUSY_LOAD = 1.0
 TERMINATED = 143
+_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -52,45 +54,59 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     view = rank_view()
     old: dict[str, Any] | None = None
-    try:
-        if options.gpu_ranks is not None:
-            print("\n".join(["", *measure_gpu_ranks(options, arguments)]))
+    with _stoppable():
+        try:
+            if options.gpu_ranks is not None:
+                print("\n".join(["", *measure_gpu_ranks(options, arguments)]))
+                return 0
+            if options.device or options.trace:
+                raise ConfigError("--device and --trace are for --gpu-ranks")
+            if options.compare:
+                first, *more = options.compare
+                old = load_result(Path(first))
+                if more:
+                    if len(more) > 1:
+                        raise ConfigError("--compare takes one file, or two: OLD.json NEW.json")
+                    return _compared(old, load_result(Path(more[0])))
+                arguments = same_again(old.get("command", ""), arguments)
+                options = parser.parse_args(arguments)
+            spec = specification(options, view)
+            if options.share is not None:
+                print("\n".join(["", *measure_sharing(spec, options, arguments)]))
+                return 0
+            its_setting = setting(options, spec, view)
+            if old is not None:
+                check_same(old, its_setting)
+                check_systems(old, {system.label for system in spec.systems})
+        except ConfigError as error:
+            parser.error(str(error))
+        origin = {**provenance(command_of(arguments)), "setting": its_setting}
+        result = _measured(spec, options, view, origin)
+        if result is None or old is None:
             return 0
-        if options.device or options.trace:
-            raise ConfigError("--device and --trace are for --gpu-ranks")
-        if options.compare:
-            first, *more = options.compare
-            if more:
-                return _compare_files(first, more)
-            old = load_result(Path(first))
-            arguments = same_again(old.get("command", ""), arguments)
-            options = parser.parse_args(arguments)
-        spec = specification(options, view)
-        if options.share is not None:
-            print("\n".join(["", *measure_sharing(spec, options, arguments)]))
-            return 0
-        its_setting = setting(options, spec, view)
-        if old is not None:
-            check_same(old, its_setting)
-            check_systems(old, {system.label for system in spec.systems})
-    except ConfigError as error:
-        parser.error(str(error))
-    result = _measured(spec, options, view, provenance(command_of(arguments)), its_setting)
-    if result is None or old is None:
-        return 0
-    try:
-        return _compared(old, result)
-    except ConfigError as error:
-        parser.error(str(error))
+        try:
+            return _compared(old, result)
+        except ConfigError as error:
+            parser.error(str(error))
 
 
-def _compare_files(old: str, others: Sequence[str]) -> int:
-    """Compare two results that are there; 1 if the second one has a regression."""
-    if len(others) > 1:
-        raise ConfigError("--compare takes one file, or two: OLD.json NEW.json")
-    before, now = load_result(Path(old)), load_result(Path(others[0]))
-    check_same(before, now["setting"])
-    return _compared(before, now)
+@contextmanager
+def _stoppable() -> Iterator[None]:
+    """Ctrl-C and SIGTERM end what is inside, and a second one does not interrupt that."""
+
+    def stop(number: int, _frame: object) -> NoReturn:
+        for each in _SIGNALS:
+            signal.signal(each, signal.SIG_IGN)
+        if number == signal.SIGINT:
+            raise KeyboardInterrupt
+        sys.exit(TERMINATED)
+
+    before = {number: signal.signal(number, stop) for number in _SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _compared(old: dict[str, Any], new: dict[str, Any]) -> int:
@@ -101,15 +117,10 @@ def _compared(old: dict[str, Any], new: dict[str, Any]) -> int:
 
 
 def _measured(
-    spec: Specification,
-    options: argparse.Namespace,
-    view: RankView,
-    origin: dict[str, Any],
-    its_setting: dict[str, Any],
+    spec: Specification, options: argparse.Namespace, view: RankView, origin: dict[str, Any]
 ) -> dict[str, Any] | None:
     """Run every system and report; on rank 0, what was found."""
     launched = view.launcher != "none"
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))
     load = os.getloadavg()[0]
     if load > BUSY_LOAD and not view.rank:
         print(f"this machine is busy (load {load:.1f}): expect noise", file=sys.stderr)
@@ -132,13 +143,11 @@ def _measured(
                 hosts = options.lab or options.workers or DEFAULT_WORKERS
                 network = run_all(spec, start, hosts, rate, Path(folder))
         except (KeyboardInterrupt, SystemExit) as error:
-            for number in (signal.SIGINT, signal.SIGTERM):
-                signal.signal(number, signal.SIG_IGN)
             stopped = error
             network = f"ranks started by {view.launcher}" if launched else "loopback"
             if rate:
                 network = f"links of {rate}, if they could be shaped, between emulated hosts"
-        measured = stopped is None or Path(start.result).exists()
+        measured = Path(start.result).exists()
         if stopped is not None and view.rank == 0:
             how_far = "what was measured until then:" if measured else "nothing was measured yet"
             print(f"\nstopped before the end; {how_far}", flush=True)
@@ -148,33 +157,24 @@ def _measured(
             if spec.servers is not None:
                 network += f", a store over MPI, served by {spec.servers or 'every'} rank"
                 network += "s" if spec.servers > 1 else ""
-            circumstances = {
+            result = {
+                **json.loads(Path(start.result).read_text()),
+                "workload": f"{spec.model} (emulated compute)" if spec.profile else spec.model,
+                "emulated": spec.profile is not None,
+                "optimizer": spec.optimizer,
                 **origin,
-                "setting": its_setting,
                 "network": network,
                 "load_before": load,
                 "stopped": stopped is not None,
             }
-            result = _report(spec, start.result, options, circumstances)
+            _report(result, options, start.result)
     if stopped is not None:
         raise stopped
     return result
 
 
-def _report(
-    spec: Specification,
-    found: str,
-    options: argparse.Namespace,
-    circumstances: dict[str, Any],
-) -> dict[str, Any]:
-    """Print and write what was found, with what follows from it; returns that."""
-    result: dict[str, Any] = json.loads(Path(found).read_text())
-    result |= {
-        "workload": f"{spec.model} (emulated compute)" if spec.profile else spec.model,
-        "emulated": spec.profile is not None,
-        "optimizer": spec.optimizer,
-        **circumstances,
-    }
+def _report(result: dict[str, Any], options: argparse.Namespace, found: str) -> None:
+    """Print and write what was found, with what follows from it, which is added to it."""
     if options.record:
         recorded = result["compute"].pop("profiles")
         save_all([parse_profile(content, "recorded") for content in recorded], options.record)
@@ -187,4 +187,3 @@ def _report(
     for kind in ("record", "json", "png"):
         if getattr(options, kind):
             print(f"{kind}: {getattr(options, kind)}")
-    return result

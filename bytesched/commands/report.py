@@ -14,7 +14,7 @@ from bytesched.files import write_text
 from bytesched.parser import CommandParser
 from bytesched.report.iteration import draw_iteration
 from bytesched.report.ranks import draw_ranks
-from bytesched.report.shares import KINDS, shares_of
+from bytesched.report.shares import shares_of
 from bytesched.table import aligned
 from bytesched.trace.file import Event, load_events
 from bytesched.trace.reading import Iteration, Trace, merge_traces, read_traces, traces_of
@@ -168,13 +168,14 @@ def _print_traces(traces: Sequence[Trace], options: argparse.Namespace) -> None:
     means = [(trace.rank, trace.iterations()) for trace in traces]
     rows = [(str(rank), f"{len(ones)} steps", *_means(ones)) for rank, ones in means]
     _print_table("means of each rank", _TITLES, rows)
-    shares = [shares_of(trace) for trace in traces if trace.track("graph")]
-    if shares:
-        parts = [[f"{part:.1%}" for part in (*one.of.values(), one.under_way)] for one in shares]
-        rows = [(str(one.rank), *part) for one, part in zip(shares, parts, strict=True)]
-        _print_table("\nwhat an epoch goes to", ("rank", *KINDS, "on its way"), rows)
-    slowest = sorted(found, key=lambda step: -step[1].step_ms)[: options.slowest]
-    if slowest:
+    if graphs := [trace for trace in traces if trace.track("graph")]:
+        shares = [shares_of(trace) for trace in graphs]
+        rows = [
+            (str(trace.rank), *(f"{part:.1%}" for part in parts.values()))
+            for trace, parts in zip(graphs, shares, strict=True)
+        ]
+        _print_table("\nwhat an epoch goes to", ("rank", *shares[0]), rows)
+    if slowest := sorted(found, key=lambda step: -step[1].step_ms)[: options.slowest]:
         _print_steps("\nthe slowest steps", slowest)
     print(_LEGEND)
 

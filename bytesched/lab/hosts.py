@@ -18,8 +18,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from os import killpg
-from types import TracebackType
 from typing import IO
 
 from bytesched.errors import BytesschedError, ConfigError
@@ -112,12 +110,7 @@ class Lab:
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     @property
@@ -187,7 +180,7 @@ class Lab:
         for process in self._processes:
             if process.poll() is None:
                 with contextlib.suppress(ProcessLookupError):
-                    killpg(process.pid, signal.SIGKILL)
+                    os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         self._processes.clear()
         switch = [] if self._switch is None else [self._switch]

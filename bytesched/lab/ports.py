@@ -8,8 +8,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-__all__ = ["free_port"]
-
 #: those that the kernel gives to connections (Linux, ip-sysctl)
 _GIVEN: Final = Path("/proc/sys/net/ipv4/ip_local_port_range")
 #: below it are ports of known services
@@ -23,20 +21,14 @@ def free_port(address: str = "127.0.0.1") -> int:
     Where it can be, none that the kernel gives to connections: one of those may be taken by any
     process before the service is there.
     """
-    for _ in range(_TRIES):
-        with suppress(OSError):
-            return _bound(address, _drawn())
-    return _bound(address, 0)
-
-
-def _drawn() -> int:
-    """A port outside of those for connections; 0 if there are none."""
-    try:
-        stop = int(_GIVEN.read_text().split()[0])
-    except (OSError, ValueError, IndexError):
-        return 0
     # Not in a row that others draw as well, who have seeded theirs alike.
-    return random.SystemRandom().randrange(_FIRST, stop) if stop > _FIRST else 0
+    draw = random.SystemRandom()
+    with suppress(OSError, ValueError, IndexError):
+        stop = int(_GIVEN.read_text().split()[0])
+        for _ in range(_TRIES):
+            with suppress(OSError):
+                return _bound(address, draw.randrange(_FIRST, stop))
+    return _bound(address, 0)
 
 
 def _bound(address: str, port: int) -> int:

@@ -65,10 +65,8 @@ def run_all(spec: object, start: Start, hosts: int, rate: str | None, folder: Pa
     ranks = hosts * start.ranks_per_host
     with Lab(hosts + start.servers, rate) as lab:
         if rate and not lab.shaped:
-            print(
-                f"no emulated hosts on this machine, links are not shaped: {lab.reason}",
-                file=sys.stderr,
-            )
+            why = f"no emulated hosts on this machine, links are not shaped: {lab.reason}"
+            print(why, file=sys.stderr)
         place = Place(
             result=start.result,
             rank=0,
@@ -91,15 +89,10 @@ def run_all(spec: object, start: Start, hosts: int, rate: str | None, folder: Pa
         for rank, log in enumerate(logs):
             host, local_rank = divmod(rank, start.ranks_per_host)
             here = replace(place, rank=rank, node=f"host{host}" if lab.shaped else place.node)
+            own = {"RANK": str(rank), "LOCAL_RANK": str(local_rank)}
+            command = _command(start.worker, spec, here)
             with log.open("w") as stderr:
-                processes.append(
-                    lab.launch(
-                        host,
-                        _command(start.worker, spec, here),
-                        environment | {"RANK": str(rank), "LOCAL_RANK": str(local_rank)},
-                        stderr=stderr,
-                    )
-                )
+                processes.append(lab.launch(host, command, environment | own, stderr=stderr))
         _wait(processes, logs)
         if lab.shaped:
             return f"links of {lab.rate_bits_per_s / 1e9:g} Gbit/s between emulated hosts"

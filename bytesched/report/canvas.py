@@ -10,8 +10,6 @@ from typing import Any
 from bytesched.errors import PluginError
 from bytesched.files import replacing
 
-__all__ = ["AFTER", "BEFORE", "GRID", "INK", "QUIET", "canvas", "strip"]
-
 INK = "#1f2933"
 QUIET = "#7b8794"
 GRID = "#e9ecef"
@@ -47,3 +45,11 @@ def strip(axes: Any) -> None:
         side.set_visible(False)
     axes.tick_params(length=0, labelcolor=QUIET, labelsize=9)
     axes.set_axisbelow(True)
+
+
+def say(
+    axes: Any, words: str, at: tuple[float, float], offset: tuple[float, float], **style: Any
+) -> None:
+    """Write words so many points right of and above a place, which may lie outside of the axes."""
+    beside = {"xytext": offset, "textcoords": "offset points", "annotation_clip": False}
+    axes.annotate(words, at, **{"size": 9, **beside, **style})

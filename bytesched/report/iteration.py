@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bytesched.report.canvas import AFTER, BEFORE, GRID, INK, QUIET, canvas, strip
-from bytesched.report.iteration_view import IterationView, view_iteration
-from bytesched.trace.intervals import Interval, clip, covered, union
-from bytesched.trace.reading import read_traces
-
-__all__ = ["draw_iteration"]
+from bytesched.report.canvas import AFTER, BEFORE, GRID, INK, QUIET, canvas, say, strip
+from bytesched.trace.reading import (
+    Interval,
+    Iteration,
+    Span,
+    Trace,
+    clip,
+    covered,
+    read_traces,
+    subtract,
+    union,
+)
 
 FORWARD = "#52606d"
 BACKWARD = BEFORE
@@ -20,6 +27,10 @@ WAIT = "#d64545"
 NEXT = "#f4f1ea"
 #: Of the layers, from the first to the last.
 FRONT_TO_BACK = ("#c1272d", "#ee7b3a", "#f7c548", "#8fc7b0", "#4a8db7", "#2b4c8c")
+#: Two spans that touch may lie this far apart in the file.
+ROUNDING_MS = 0.002
+#: How much of the next iteration to show, as a share of this one.
+MOST_OF_NEXT = 0.5
 BAR_HEIGHT = 0.74
 #: Heights above the rows of a panel, which are 0, 1 and 2.
 NOTE_AT = 2.65
@@ -28,8 +39,6 @@ SAVING_AT = 3.85
 #: From which share of the width on there is room for words left of a line.
 ROOM_FOR_NOTE = 0.28
 ROOM_FOR_SAVING = 0.32
-#: Fewer transfers than this are drawn in the colours of all their layers.
-MANY_TRANSFERS = 12
 
 
 def draw_iteration(
@@ -81,82 +90,40 @@ def _draw_view(axes: Any, view: IterationView) -> None:
         edge = "none" if colour == WAIT else colour
         _draw_bars(axes, row, spans, [colour], [edge])
     _draw_link(axes, view)
-    axes.plot(
-        [view.step_ms] * 2,
-        [-0.5, NOTE_AT + 0.25],
-        color=INK,
-        linewidth=1.2,
-        linestyle=(0, (4, 2)),
-        clip_on=False,
-    )
+    step = {"color": INK, "linewidth": 1.2, "linestyle": (0, (4, 2)), "clip_on": False}
+    axes.plot([view.step_ms] * 2, [-0.5, NOTE_AT + 0.25], **step)
     _label_bars(axes, view)
     _draw_title(axes, view)
 
 
 def _draw_link(axes: Any, view: IterationView) -> None:
-    turns = [span for span, _ in view.link]
-    shades = _shades([(front + back) / 2 for _, (front, back) in view.link])
+    """Each transfer in the colours of its layers."""
     # A white line between two transfers, unless it would be wider than they are.
     lean_ms = axes.get_xlim()[1] * 0.003
-    edges = [
-        "white" if end - start > lean_ms else shade
-        for (start, end), shade in zip(turns, shades, strict=True)
-    ]
-    if len({part for _, part in view.link}) >= MANY_TRANSFERS:
-        _draw_bars(axes, 1, turns, shades, edges)
-        return
+    edges = []
     for (start, end), (front, back) in view.link:
-        layers = _shades([front + (back - front) * step / 63 for step in range(64)])
-        axes.imshow(
-            layers[:, None, :],
-            extent=(start, end, 1 - BAR_HEIGHT / 2, 1 + BAR_HEIGHT / 2),
-            aspect="auto",
-            zorder=1,
-        )
-    _draw_bars(axes, 1, turns, ["none"], edges)
+        colours = _shades([front + (back - front) * step / 63 for step in range(64)])
+        extent = (start, end, 1 - BAR_HEIGHT / 2, 1 + BAR_HEIGHT / 2)
+        axes.imshow(colours[:, None, :], extent=extent, aspect="auto", zorder=1)
+        edges.append("white" if end - start > lean_ms else colours[32])
+    _draw_bars(axes, 1, [span for span, _ in view.link], ["none"], edges)
 
 
 def _draw_title(axes: Any, view: IterationView) -> None:
-    iteration = view.iteration
+    iteration, width_ms = view.iteration, axes.get_xlim()[1]
     title = axes.text(0, TITLE_AT, view.name, size=12, weight="bold", color=INK)
-    axes.annotate(
-        f"{iteration.step_ms:.0f} ms per iteration, "
-        f"{iteration.exposed_wait_ms:.0f} ms of it waiting",
-        (1, 0),
-        xycoords=title,
-        xytext=(9, 0),
-        textcoords="offset points",
-        size=10,
-        color=QUIET,
-        va="bottom",
-        bbox={"facecolor": "white", "edgecolor": "none", "pad": 1},
-    )
-    crossed = iteration.crossed_ms / iteration.link_busy_ms if iteration.link_busy_ms else 0.0
-    note = (
-        f"step() returns, {crossed:.0%} still to send"
-        if crossed
-        else "barrier: all sent, then step() returns"
-    )
-    at = view.step_ms / axes.get_xlim()[1]
-    if at < ROOM_FOR_NOTE:
-        _note(axes, view.step_ms, note, "left", INK)
-    else:
-        _note(axes, view.step_ms, note, "right", INK)
-        if view.end_ms / axes.get_xlim()[1] - at > 0.1:
-            _note(axes, view.step_ms, "next iteration", "left", QUIET)
-
-
-def _note(axes: Any, at_ms: float, words: str, side: str, colour: str) -> None:
-    axes.annotate(
-        words,
-        (at_ms, NOTE_AT),
-        xytext=(5 if side == "left" else -5, 0),
-        textcoords="offset points",
-        size=9,
-        color=colour,
-        ha=side,
-        annotation_clip=False,
-    )
+    waiting = f"{iteration.exposed_wait_ms:.0f} ms of it waiting"
+    behind = {"facecolor": "white", "edgecolor": "none", "pad": 1}
+    style = {"xycoords": title, "size": 10, "color": QUIET, "va": "bottom", "bbox": behind}
+    say(axes, f"{iteration.step_ms:.0f} ms per iteration, {waiting}", (1, 0), (9, 0), **style)
+    note = "barrier: all sent, then step() returns"
+    if iteration.crossed_ms:
+        crossed = iteration.crossed_ms / iteration.link_busy_ms
+        note = f"step() returns, {crossed:.0%} still to send"
+    at, is_left = (view.step_ms, NOTE_AT), view.step_ms < ROOM_FOR_NOTE * width_ms
+    say(axes, note, at, (5 if is_left else -5, 0), ha="left" if is_left else "right", color=INK)
+    if not is_left and view.end_ms - view.step_ms > 0.1 * width_ms:
+        say(axes, "next iteration", at, (5, 0), color=QUIET)
 
 
 def _draw_bars(
@@ -184,16 +151,9 @@ def _label_bars(axes: Any, view: IterationView) -> None:
         for start, end in union(spans, gap=width_ms * gap):
             filled = covered(clip(spans, start, end)) > 0.6 * (end - start)
             if filled and end - start > width_ms * 0.012 * len(words):
-                axes.text(
-                    (start + end) / 2,
-                    row - 0.02,
-                    words,
-                    size=9.5,
-                    color="white",
-                    ha="center",
-                    va="center",
-                    path_effects=[withStroke(linewidth=4, foreground=colour)],
-                )
+                around = [withStroke(linewidth=4, foreground=colour)]
+                style = {"size": 9.5, "color": "white", "ha": "center", "va": "center"}
+                axes.text((start + end) / 2, row - 0.02, words, path_effects=around, **style)
 
 
 def _shades(depths: list[float]) -> Any:
@@ -203,66 +163,104 @@ def _shades(depths: list[float]) -> Any:
 
 
 def _draw_legend(figure: Any) -> None:
-    axes = figure.add_axes((0.075, 0.015, 0.60, 0.055))
+    from matplotlib.patches import Patch
+
+    kinds = {"forward": FORWARD, "backward": BACKWARD, "wait": WAIT, "update": UPDATE}
+    patches = [Patch(color=colour, label=words) for words, colour in kinds.items()]
+    style = {"frameon": False, "fontsize": 9, "labelcolor": INK, "handlelength": 1.2}
+    figure.legend(handles=patches, loc="lower left", bbox_to_anchor=(0.067, 0), ncols=4, **style)
+    axes = figure.add_axes((0.55, 0.021, 0.1, 0.022))
     axes.set_axis_off()
-    axes.set_xlim(0, 100)
-    axes.set_ylim(0, 1)
-    at = 0.0
-    for words, colour in (
-        ("forward", FORWARD),
-        ("backward", BACKWARD),
-        ("wait", WAIT),
-        ("update", UPDATE),
-    ):
-        axes.broken_barh([(at, 1.8)], (0.28, 0.44), facecolors=colour)
-        axes.text(at + 2.4, 0.47, words, size=9, color=INK, va="center")
-        at += 4.6 + 1.25 * len(words)
-    axes.text(at, 0.47, "front layers", size=9, color=INK, va="center")
-    steps = 40
-    axes.broken_barh(
-        [(at + 12.5 + index * 0.3, 0.31) for index in range(steps)],
-        (0.28, 0.44),
-        facecolors=_shades([index / (steps - 1) for index in range(steps)]),
-    )
-    axes.text(at + 25.5, 0.47, "back layers", size=9, color=INK, va="center")
+    axes.imshow(_shades([step / 39 for step in range(40)])[None, :, :], aspect="auto")
+    for words, x, side in (("front layers", -0.08, "right"), ("back layers", 1.08, "left")):
+        where = {"transform": axes.transAxes, "ha": side, "va": "center"}
+        axes.text(x, 0.4, words, size=9, color=INK, **where)
 
 
 def _draw_saving(axes: Any, before: IterationView, after: IterationView) -> None:
     """Join the ends of the two iterations, above the lower panel."""
     saved_ms = before.step_ms - after.step_ms
     colour, words = (UPDATE, "saved") if saved_ms >= 0 else (WAIT, "lost")
-    for end_ms, reach in (
-        (before.step_ms, (SAVING_AT - 0.2, SAVING_AT + 0.45)),
-        (after.step_ms, (2.9, SAVING_AT + 0.2)),
-    ):
-        axes.plot(
-            [end_ms] * 2, reach, color=colour, linewidth=1.2, linestyle=(0, (1, 1.5)), clip_on=False
-        )
-    axes.annotate(
-        "",
-        (after.step_ms, SAVING_AT),
-        (before.step_ms, SAVING_AT),
-        arrowprops={
-            "arrowstyle": "-|>",
-            "color": colour,
-            "linewidth": 1.8,
-            "shrinkA": 0,
-            "shrinkB": 0,
-        },
-        annotation_clip=False,
+    dotted = {"color": colour, "linewidth": 1.2, "linestyle": (0, (1, 1.5)), "clip_on": False}
+    axes.plot([before.step_ms] * 2, (SAVING_AT - 0.2, SAVING_AT + 0.45), **dotted)
+    axes.plot([after.step_ms] * 2, (2.9, SAVING_AT + 0.2), **dotted)
+    arrow = {"arrowstyle": "-|>", "color": colour, "linewidth": 1.8, "shrinkA": 0, "shrinkB": 0}
+    ends = (after.step_ms, SAVING_AT), (before.step_ms, SAVING_AT)
+    axes.annotate("", *ends, arrowprops=arrow, annotation_clip=False)
+    saving = f"{abs(saved_ms):.0f} ms {words} per iteration ({abs(saved_ms) / before.step_ms:.0%})"
+    style = {"size": 11, "weight": "bold", "color": colour, "va": "center"}
+    style |= {"backgroundcolor": "white"}
+    nearer_ms, middle_ms = min(before.step_ms, after.step_ms), (before.step_ms + after.step_ms) / 2
+    if nearer_ms > ROOM_FOR_SAVING * axes.get_xlim()[1]:
+        say(axes, saving, (nearer_ms, SAVING_AT), (-8, 0), ha="right", **style)
+    else:
+        say(axes, saving, (middle_ms, SAVING_AT), (0, 0), ha="center", **style)
+
+
+@dataclass(frozen=True, slots=True)
+class IterationView:
+    """An iteration and the next forward pass, in ms since the step before it returned."""
+
+    name: str
+    iteration: Iteration
+    #: when the next iteration's backward pass begins, or the picture ends before
+    end_ms: float
+    forward: list[Interval]
+    backward: list[Interval]
+    update: list[Interval]
+    wait: list[Interval]
+    #: when each transfer had the link, and its part of the model: 0 is the front, 1 the back
+    link: list[tuple[Interval, Interval]]
+
+    @property
+    def step_ms(self) -> float:
+        """Length of the iteration, when its step returned."""
+        return self.iteration.step_ms
+
+
+def view_iteration(trace: Trace, name: str) -> IterationView:
+    """Return the iteration of median length; the one after it must be in the trace as well."""
+    iterations = trace.iterations()
+    if len(iterations) < 2:
+        raise ValueError(f"the trace of {name} must hold at least three steps")
+    by_length = sorted(iterations[:-1], key=lambda iteration: iteration.step_ms)
+    shown = by_length[(len(by_length) - 1) // 2]
+    following = iterations[iterations.index(shown) + 1]
+    next_backward = trace.intervals("backward", following.start_ms, following.end_ms)
+    end_ms = next_backward[0][0] if next_backward else following.end_ms
+    end_ms = min(end_ms, shown.end_ms + MOST_OF_NEXT * shown.step_ms)
+
+    def shifted(spans: Iterable[Interval]) -> list[Interval]:
+        return [(a - shown.start_ms, b - shown.start_ms) for a, b in union(spans, gap=ROUNDING_MS)]
+
+    def track(name: str) -> list[Interval]:
+        return trace.intervals(name, shown.start_ms, end_ms)
+
+    wait = trace.waits(shown.start_ms, end_ms)
+    return IterationView(
+        name=name,
+        iteration=shown,
+        end_ms=end_ms - shown.start_ms,
+        forward=shifted(subtract(track("forward"), wait)),
+        backward=shifted(subtract(track("backward"), wait)),
+        update=shifted(track("update")),
+        wait=shifted(wait),
+        link=_link(trace.track("send"), shown.start_ms, end_ms),
     )
-    nearer_ms = min(before.step_ms, after.step_ms)
-    beside = nearer_ms > ROOM_FOR_SAVING * axes.get_xlim()[1]
-    axes.annotate(
-        f"{abs(saved_ms):.0f} ms {words} per iteration ({abs(saved_ms) / before.step_ms:.0%})",
-        (nearer_ms if beside else (before.step_ms + after.step_ms) / 2, SAVING_AT),
-        xytext=(-8 if beside else 0, 0),
-        textcoords="offset points",
-        size=11,
-        weight="bold",
-        color=colour,
-        backgroundcolor="white",
-        ha="right" if beside else "center",
-        va="center",
-        annotation_clip=False,
-    )
+
+
+def _link(sends: list[Span], start_ms: float, end_ms: float) -> list[tuple[Interval, Interval]]:
+    """Return when each transfer had the link: of several in flight, the one that ends first."""
+    chunks = 1 + max((int(span.args.get("chunk", 0)) for span in sends), default=0)
+    turns: list[tuple[Interval, Interval]] = []
+    free_ms = start_ms
+    for span in sorted(sends, key=lambda span: span.end_ms):
+        begin_ms = max(span.start_ms, free_ms)
+        finish_ms = min(span.end_ms, end_ms)
+        if finish_ms > begin_ms:
+            chunk = int(span.args.get("chunk", 0))
+            # They count as backward computes them.
+            part = ((chunks - chunk - 1) / chunks, (chunks - chunk) / chunks)
+            turns.append(((begin_ms - start_ms, finish_ms - start_ms), part))
+            free_ms = finish_ms
+    return turns

@@ -6,10 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bytesched.report.canvas import AFTER, INK, QUIET, canvas, strip
-from bytesched.trace.intervals import subtract
-from bytesched.trace.reading import Trace
-
-__all__ = ["draw_ranks"]
+from bytesched.trace.reading import Trace, subtract
 
 #: a track: its colour, and where in the row of a rank it is drawn
 _TRACKS = {

@@ -2,31 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Final
 
-from bytesched.trace.intervals import Interval, clip, covered, subtract
-from bytesched.trace.reading import Trace
+from bytesched.trace.reading import Interval, Trace, clip, covered, subtract
 
-__all__ = ["KINDS", "Shares", "shares_of"]
-
-#: What time goes to.
+#: what time goes to; waits count for what was waited for: halo or weights
 KINDS: Final = ("aggregation", "transformation", "halo", "weights", "other")
 
 
-@dataclass(frozen=True, slots=True)
-class Shares:
-    """Of the epochs of one rank."""
+def shares_of(trace: Trace) -> dict[str, float]:
+    """What the whole epochs of a trace go to, each of one step: shares of `KINDS` that sum to 1.
 
-    rank: int
-    #: by kind; they sum to 1. Waits count for what was waited for: halo or weights
-    of: dict[str, float]
-    #: how long halos were on their way, whether or not something was computed meanwhile
-    under_way: float
-
-
-def shares_of(trace: Trace) -> Shares:
-    """What the whole epochs of a trace go to, each of one step; ``ValueError`` if it has none."""
+    And how long halos were "on its way", whether or not something was computed meanwhile. Raises
+    ``ValueError`` if there is no whole epoch.
+    """
     epochs = trace.iterations()
     if not epochs:
         raise ValueError(f"the trace of rank {trace.rank} holds no whole epoch: it takes two steps")
@@ -39,14 +28,11 @@ def shares_of(trace: Trace) -> Shares:
 
     # Weights are waited for inside of a layer, too: what is taken already counts once.
     taken = trace.intervals("wait", begin_ms, end_ms)
-    of = {"weights": covered(taken) / whole_ms}
+    shares = {"weights": covered(taken) / whole_ms}
     for kind in ("halo", "aggregation", "transformation"):
         own = subtract(named("graph", kind), taken)
-        of[kind] = covered(own) / whole_ms
+        shares[kind] = covered(own) / whole_ms
         taken = [*taken, *own]
-    of["other"] = 1.0 - covered(taken) / whole_ms
-    return Shares(
-        rank=trace.rank,
-        of={kind: of[kind] for kind in KINDS},
-        under_way=covered(named("urgent", "halo")) / whole_ms,
-    )
+    shares["other"] = 1.0 - covered(taken) / whole_ms
+    on_its_way = covered(named("urgent", "halo")) / whole_ms
+    return {kind: shares[kind] for kind in KINDS} | {"on its way": on_its_way}

@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from bytesched.files import replacing
-
-__all__ = ["Event", "TraceFile", "event_line", "load_events"]
 
 #: One entry of a Chrome trace.
 Event = dict[str, Any]
@@ -51,7 +50,7 @@ class TraceFile:
     """
 
     def __init__(self, path: Path, first: str, *, max_bytes: int) -> None:
-        """Replace ``path`` by an array of the one record ``first``; raise ``OSError`` if denied."""
+        """Replace ``path`` by an array of the records ``first``; raise ``OSError`` if denied."""
         self.path = path
         #: some records found no room within ``max_bytes``
         self.is_full = False
@@ -88,21 +87,19 @@ class TraceFile:
 def load_events(path: Path) -> tuple[list[Event], bool]:
     """Return the events of a Chrome trace file and whether the file was whole.
 
-    Of a truncated file the events before the break are returned. Raises ``OSError`` if it cannot
-    be read and ``ValueError`` if it holds no event at all.
+    Of a file of ours that breaks off, the events before the break are returned. Raises ``OSError``
+    if it cannot be read and ``ValueError`` if it holds no event at all.
     """
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ValueError("not a text file") from error
     try:
-        content = json.loads(text)
-        if isinstance(content, dict):
-            content = content.get("traceEvents")
-        whole = True
+        content, whole = json.loads(text), True
     except json.JSONDecodeError:
-        content = _decode_until_broken(text)
-        whole = False
+        content, whole = _whole_lines(text), False
+    if isinstance(content, dict):
+        content = content.get("traceEvents")
     events = [event for event in content if _is_event(event)] if isinstance(content, list) else []
     if not events:
         raise ValueError("holds no trace event")
@@ -110,25 +107,18 @@ def load_events(path: Path) -> tuple[list[Event], bool]:
 
 
 def _is_event(value: object) -> bool:
+    kinds: dict[str, Any] = {"ts": int | float, "dur": int | float, "args": dict}
     return (
         isinstance(value, dict)
         and isinstance(value.get("ph"), str)
-        and isinstance(value.get("ts", 0), int | float)
-        and isinstance(value.get("dur", 0), int | float)
-        and isinstance(value.get("args", {}), dict)
+        and all(isinstance(value[name], kind) for name, kind in kinds.items() if name in value)
     )
 
 
-def _decode_until_broken(text: str) -> list[Any]:
-    decoder = json.JSONDecoder()
+def _whole_lines(text: str) -> list[Any]:
+    """What `TraceFile` wrote, an event in each line, up to one that is none."""
     values: list[Any] = []
-    at = text.find("[") + 1
-    while at:
-        while at < len(text) and text[at] in ", \t\r\n":
-            at += 1
-        try:
-            value, at = decoder.raw_decode(text, at)
-        except json.JSONDecodeError:
-            break
-        values.append(value)
+    with suppress(json.JSONDecodeError):
+        for line in text.splitlines()[1:]:
+            values.append(json.loads(line.removesuffix(",")))
     return values

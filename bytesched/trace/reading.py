@@ -2,18 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from bytesched.trace.file import Event, load_events
-from bytesched.trace.intervals import Interval, clip, covered, subtract
-
-__all__ = ["ANCHOR", "Iteration", "Span", "Trace", "merge_traces", "read_traces", "traces_of"]
 
 #: Name of the metadata event that ties a file's clock to the world's.
 ANCHOR = "bytesched_clock"
+
+
+#: Start and end.
+Interval = tuple[float, float]
+
+
+def union(spans: Iterable[Interval], *, gap: float = 0.0) -> list[Interval]:
+    """Return disjoint intervals, sorted, that cover the same; gaps up to ``gap`` are closed."""
+    joined: list[Interval] = []
+    for start, end in sorted(spans):
+        if joined and start <= joined[-1][1] + gap:
+            joined[-1] = (joined[-1][0], max(joined[-1][1], end))
+        elif end > start:
+            joined.append((start, end))
+    return joined
+
+
+def subtract(spans: Iterable[Interval], holes: Iterable[Interval]) -> list[Interval]:
+    """Return what the spans cover and the holes do not, disjoint and sorted."""
+    left: list[Interval] = []
+    closed = union(holes)
+    for start, end in union(spans):
+        for hole_start, hole_end in closed:
+            if hole_end <= start or hole_start >= end:
+                continue
+            if hole_start > start:
+                left.append((start, hole_start))
+            start = hole_end
+        if end > start:
+            left.append((start, end))
+    return left
+
+
+def clip(spans: Iterable[Interval], start: float, end: float) -> list[Interval]:
+    """Return the parts that lie between two moments, sorted."""
+    return sorted((max(a, start), min(b, end)) for a, b in spans if a < end and b > start)
+
+
+def covered(spans: Iterable[Interval]) -> float:
+    """Return the length of the union."""
+    return sum(end - start for start, end in union(spans))
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,12 +116,10 @@ class Trace:
         that is when the link was busy and nothing computed."""
         if self.track("wait"):
             return self.intervals("wait", start_ms, end_ms)
-        computing = [
-            interval
-            for track in ("forward", "backward", "update")
-            for interval in self.intervals(track, start_ms, end_ms)
-        ]
-        return subtract(self.intervals("send", start_ms, end_ms), computing)
+        computing = (
+            self.intervals(track, start_ms, end_ms) for track in ("forward", "backward", "update")
+        )
+        return subtract(self.intervals("send", start_ms, end_ms), chain(*computing))
 
     def _iteration(self, step: int, start_ms: float, end_ms: float) -> Iteration:
         busy = self.intervals("send", start_ms, end_ms)
@@ -120,22 +157,18 @@ def traces_of(events: Iterable[Event]) -> list[Trace]:
         rank = int(event.get("pid", 0))
         trace = traces.setdefault(rank, Trace(rank))
         if event["ph"] == "X":
-            start_ns, duration_ns = _ns(event.get("ts", 0)), _ns(event.get("dur", 0))
-            end_ns = start_ns + duration_ns
-            span = Span(start_ns / 1e6, end_ns / 1e6, str(event.get("name")), event.get("args", {}))
+            # In whole nanoseconds, so that what touched when it was recorded still does.
+            start_ns, took_ns = (round(1e3 * event.get(key, 0)) for key in ("ts", "dur"))
+            times_ms = start_ns / 1e6, (start_ns + took_ns) / 1e6
+            span = Span(*times_ms, str(event.get("name")), event.get("args", {}))
             trace.spans.setdefault(str(event.get("cat")), []).append(span)
         elif event["ph"] == "i" and "step" in event.get("args", {}):
-            trace.steps.append((int(event["args"]["step"]), _ns(event.get("ts", 0)) / 1e6))
+            trace.steps.append((int(event["args"]["step"]), round(1e3 * event.get("ts", 0)) / 1e6))
     for trace in traces.values():
         trace.steps.sort(key=lambda step: step[1])
         for spans in trace.spans.values():
             spans.sort(key=lambda span: (span.start_ms, span.end_ms))
     return [traces[rank] for rank in sorted(traces)]
-
-
-def _ns(time_us: float) -> int:
-    """Return whole nanoseconds, so that what touched when it was recorded still does."""
-    return round(time_us * 1e3)
 
 
 def merge_traces(paths: Sequence[Path]) -> tuple[list[Event], list[str]]:
@@ -163,7 +196,11 @@ def merge_traces(paths: Sequence[Path]) -> tuple[list[Event], list[str]]:
         parts.append((began_ns, events))
     first_ns = min((began_ns for began_ns, _ in parts), default=0)
     merged = [
-        event for began_ns, events in parts for event in _shifted(events, began_ns - first_ns)
+        {**event, "ts": round(event["ts"] + (began_ns - first_ns) / 1e3, 3)}
+        if "ts" in event
+        else event
+        for began_ns, events in parts
+        for event in events
     ]
     return merged, complaints
 
@@ -177,8 +214,3 @@ def _anchor(events: Iterable[Event]) -> tuple[int, int]:
         raise ValueError("already a merged trace")
     args = anchors[0]
     return int(args["wall_ns"]) + int(args["clock_offset_ns"]), int(args["rank"])
-
-
-def _shifted(events: Iterable[Event], by_ns: int) -> Iterator[Event]:
-    for event in events:
-        yield {**event, "ts": round(event["ts"] + by_ns / 1e3, 3)} if "ts" in event else event

@@ -9,26 +9,19 @@ import time
 from collections import deque
 from pathlib import Path
 from threading import Lock
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from bytesched.config import Config
 from bytesched.errors import ConfigError
 from bytesched.observe import Observer, Observers
 from bytesched.trace.file import TraceFile, event_line
-from bytesched.trace.lanes import REMEMBERED_TASKS, Track
 from bytesched.trace.reading import ANCHOR
-
-__all__ = ["Timeline", "observers_here", "observers_of", "trace_name"]
 
 log = logging.getLogger("bytesched")
 
 #: In the order in which a viewer shows them.
 TRACKS = ("step", "forward", "backward", "graph", "queue", "send", "wait", "urgent", "update")
 
-FLOW_NAMES = {"s": "ready", "t": "sent", "f": "first use"}
-#: A flow without a span gets a mark of its own after this many steps.
-FLOW_PATIENCE_STEPS = 2
-MARK_NS = 1000
 LANES_PER_TRACK = 1000
 TIDS_PER_RANK = 100 * LANES_PER_TRACK
 #: The first record, which tells our files from others, ends before.
@@ -63,15 +56,6 @@ class _Span(NamedTuple):
     args: dict[str, Any] | None
 
 
-class _Flow(NamedTuple):
-    at_ns: int
-    phase: Literal["s", "t", "f"]
-    task: int
-    track: str
-    serial: int = 0
-    steps_waited: int = 0
-
-
 def trace_name(rank: int | str) -> str:
     """Return the name of a rank's trace file; with "*", the pattern of them all."""
     return f"rank{rank}.trace.json"
@@ -103,20 +87,24 @@ class Timeline(Observer):
         self.path = Path(folder) / trace_name(rank)
         # Viewers know a thread by its id alone, so no two ranks share one.
         self._first_tid = (rank + 1) * TIDS_PER_RANK
-        self._pending: deque[_Span | _Flow | tuple[int, int]] = deque()
+        self._pending: deque[_Span | tuple[int, int]] = deque()
         self._room = max_pending
         self._dropped = 0
-        self._tracks: dict[str, Track] = {}
-        self._tids: dict[tuple[str, int], int] = {}
-        self._flows: list[_Flow] = []
-        self._flow_serial = 0
-        self._serial_of_task: dict[int, int] = {}
+        #: by track, when each of its lanes is free
+        self._lanes: dict[str, list[int]] = {}
         self._owner_pid = os.getpid()
         self._write_lock = Lock()
         before_ns = time.perf_counter_ns()
         wall_ns = time.time_ns()
         self._origin_ns = (before_ns + time.perf_counter_ns()) // 2
-        anchor = {"wall_ns": wall_ns, "clock_offset_ns": clock_offset_ns, "rank": rank}
+        facts: dict[str, dict[str, Any]] = {
+            ANCHOR: {"wall_ns": wall_ns, "clock_offset_ns": clock_offset_ns, "rank": rank},
+            "process_name": {"name": f"rank {rank}"},
+            "process_labels": {"labels": socket.gethostname()},
+            "process_sort_index": {"sort_index": rank},
+        }
+        where = "M", rank, self._first_tid
+        first = ",\n".join(event_line(*where, name, args=args) for name, args in facts.items())
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             if _is_foreign(self.path):
@@ -124,17 +112,7 @@ class Timeline(Observer):
                     f"timeline: {self.path} is there and is no trace of bytesched: "
                     "name another folder, or move the file"
                 )
-            first = event_line("M", rank, self._first_tid, ANCHOR, args=anchor)
             self._file = TraceFile(self.path, first, max_bytes=max_file_bytes)
-            facts: dict[str, dict[str, Any]] = {
-                "process_name": {"name": f"rank {rank}"},
-                "process_labels": {"labels": socket.gethostname()},
-                "process_sort_index": {"sort_index": rank},
-            }
-            self._file.append(
-                event_line("M", rank, self._first_tid, name, args=args)
-                for name, args in facts.items()
-            )
         except OSError as error:
             raise ConfigError(
                 f"timeline: cannot write {self.path}: {error.strerror or error}; "
@@ -142,21 +120,10 @@ class Timeline(Observer):
             ) from error
 
     def on_span(
-        self,
-        track: str,
-        name: str,
-        start_ns: int,
-        end_ns: int,
-        args: dict[str, Any] | None = None,
+        self, track: str, name: str, start_ns: int, end_ns: int, args: dict[str, Any] | None = None
     ) -> None:
         if len(self._pending) < self._room:
             self._pending.append(_Span(start_ns, end_ns, track, name, args))
-        else:
-            self._dropped += 1
-
-    def on_flow(self, phase: Literal["s", "t", "f"], flow_id: int, track: str, at_ns: int) -> None:
-        if len(self._pending) < self._room:
-            self._pending.append(_Flow(at_ns, phase, flow_id, track))
         else:
             self._dropped += 1
 
@@ -193,83 +160,45 @@ class Timeline(Observer):
             self._file.close()
 
     def _records(self, *, last: bool) -> list[str]:
-        """Take what has gathered and return it as JSON, spans before the flows tied to them."""
+        """Take what has gathered and return it as JSON."""
         spans: list[_Span] = []
         records: list[str] = []
         for _ in range(len(self._pending)):
             event = self._pending.popleft()
             if isinstance(event, _Span):
                 spans.append(event)
-            elif isinstance(event, _Flow):
-                self._flows.append(self._numbered(event))
             else:
                 step, at_ns = event
                 records.append(self._mark(f"step {step}", at_ns, {"step": step}))
         if last and self._dropped:
             at_ns = time.perf_counter_ns()
             records.append(self._mark("dropped events", at_ns, {"count": self._dropped}))
-        for track in self._tracks.values():
-            track.begin_batch()
         for span in sorted(spans, key=lambda span: (span.start_ns, -span.end_ns)):
             records += self._slice(span)
-        waiting, self._flows = self._flows, []
-        for flow in waiting:
-            records += self._tied(flow, patience=0 if last else FLOW_PATIENCE_STEPS)
         return records
 
-    def _numbered(self, flow: _Flow) -> _Flow:
-        """A task is sent once per step: each time it gets ready a new arrow begins."""
-        if flow.phase == "s" or flow.task not in self._serial_of_task:
-            if len(self._serial_of_task) > REMEMBERED_TASKS:
-                self._serial_of_task.clear()
-            self._flow_serial += 1
-            self._serial_of_task[flow.task] = self._flow_serial
-        return flow._replace(serial=self._serial_of_task[flow.task])
-
-    def _tied(self, flow: _Flow, *, patience: int) -> list[str]:
-        """Return an arrow's end on the slice that covers it, on a mark of its own if none does."""
-        track = self._tracks.get(flow.track)
-        placed = track.find(flow.at_ns, flow.task) if track else None
-        if placed is None:
-            if flow.steps_waited < patience:
-                self._flows.append(flow._replace(steps_waited=flow.steps_waited + 1))
-                return []
-            end_ns = flow.at_ns + MARK_NS
-            mark = _Span(flow.at_ns, end_ns, flow.track, FLOW_NAMES[flow.phase], None)
-            return [*self._slice(mark, task=flow.task), *self._tied(flow, patience=0)]
-        tid = self._tids[flow.track, placed.lane]
-        # A slice no longer covers its own last moment.
-        at_ns = max(placed.start_ns, min(flow.at_ns, placed.end_ns - 1)) - self._origin_ns
-        flow_id = (self.rank << 40) + flow.serial
-        where = (self.rank, tid, "task", at_ns)
-        return [event_line(flow.phase, *where, cat="task", bp="e", id=f"{flow_id:#x}")]
-
-    def _slice(self, span: _Span, *, task: int | None = None) -> list[str]:
-        args = span.args or {}
+    def _slice(self, span: _Span) -> list[str]:
+        """The slice of a span, in the first free lane of its track, which may be new."""
+        # A viewer draws the slices of one thread as a stack, so those of a lane are apart.
+        lanes = self._lanes.setdefault(span.track, [])
         end_ns = max(span.end_ns, span.start_ns + 1)
-        track = self._tracks.setdefault(span.track, Track())
-        lane = track.place(span.start_ns, end_ns, args.get("chunk", task))
-        records: list[str] = []
-        tid = self._tids.get((span.track, lane))
-        if tid is None:
-            tid = self._new_thread(span.track, lane, records)
-        at_ns, took_us = span.start_ns - self._origin_ns, (end_ns - span.start_ns) / 1000
-        where = (self.rank, tid, span.name, at_ns)
-        records.append(event_line("X", *where, args=args, cat=span.track, dur=took_us))
-        return records
-
-    def _new_thread(self, track: str, lane: int, records: list[str]) -> int:
-        order = list(self._tracks).index(track) + len(TRACKS)
-        if track in TRACKS:
-            order = TRACKS.index(track)
+        lane = next((n for n, free_ns in enumerate(lanes) if free_ns <= span.start_ns), len(lanes))
+        order = [*TRACKS, *self._lanes].index(span.track)
         in_rank = order * LANES_PER_TRACK + min(lane, LANES_PER_TRACK - 1)
         tid = self._first_tid + in_rank
-        self._tids[track, lane] = tid
-        name = track if lane == 0 else f"{track} {lane + 1}"
-        sort = {"sort_index": in_rank}
-        records.append(event_line("M", self.rank, tid, "thread_name", args={"name": name}))
-        records.append(event_line("M", self.rank, tid, "thread_sort_index", args=sort))
-        return tid
+        records: list[str] = []
+        if lane == len(lanes):
+            lanes.append(end_ns)
+            name = span.track if lane == 0 else f"{span.track} {lane + 1}"
+            for kind, value in (("name", name), ("sort_index", in_rank)):
+                records.append(
+                    event_line("M", self.rank, tid, f"thread_{kind}", args={kind: value})
+                )
+        lanes[lane] = end_ns
+        where = (self.rank, tid, span.name, span.start_ns - self._origin_ns)
+        took_us = (end_ns - span.start_ns) / 1000
+        records.append(event_line("X", *where, args=span.args or {}, cat=span.track, dur=took_us))
+        return records
 
     def _mark(self, name: str, at_ns: int, args: dict[str, int]) -> str:
         where = (self.rank, self._first_tid, name, at_ns - self._origin_ns)

@@ -6,6 +6,7 @@ import gc
 import os
 import socket
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -46,8 +47,16 @@ def _measure(probes: Probes, _: Place) -> dict[str, Any]:
     plain, scheduled = (
         CpuCosts(**dict(zip(cost, ranks.means(list(cost.values())), strict=True))) for cost in costs
     )
-    speeds = update_bytes_per_s(_BULK_BYTES), copy_bytes_per_s(_BULK_BYTES)
-    update, copied, cpu_s = ranks.means([*speeds, _collective_cpu_s(probes.tries)])
+    parameter = torch.nn.Parameter(torch.zeros(_BULK_BYTES // ELEMENT_BYTES))
+    parameter.grad = source = torch.ones_like(parameter)
+    speeds = [
+        _bytes_per_s(make_optimizer(_OPTIMIZER, [parameter]).step),
+        _bytes_per_s(lambda: parameter.detach().copy_(source)),
+    ]
+    began_s = time.process_time()
+    all_reduces_s(_COLLECTIVE_BYTES, probes.tries)
+    collective_cpu_s = (time.process_time() - began_s) / (2 * probes.tries + 1)
+    update, copied, cpu_s = ranks.means([*speeds, collective_cpu_s])
     measured = Measured(
         ranks=ranks.size,
         sizes_bytes=probes.sizes_bytes,
@@ -60,12 +69,6 @@ def _measure(probes: Probes, _: Place) -> dict[str, Any]:
         scheduled=scheduled,
     )
     return asdict(measured)
-
-
-def _collective_cpu_s(tries: int) -> float:
-    began_s = time.process_time()
-    all_reduces_s(_COLLECTIVE_BYTES, tries)
-    return (time.process_time() - began_s) / (2 * tries + 1)
 
 
 def _cores_per_rank(ranks: Ranks) -> float:
@@ -152,26 +155,14 @@ def _profile(shape: _Shape) -> Profile:
     return Profile("costs", "", (*(layer,) * _LAYERS, last))
 
 
-def update_bytes_per_s(nbytes: int) -> float:
-    """Bytes of gradients that the optimizer applies in a second of CPU time."""
-    parameter = torch.nn.Parameter(torch.zeros(nbytes // ELEMENT_BYTES))
-    parameter.grad = torch.ones_like(parameter)
-    return nbytes / _least_cpu_s(make_optimizer(_OPTIMIZER, [parameter]).step)
-
-
-def copy_bytes_per_s(nbytes: int) -> float:
-    """Bytes that are copied in a second of CPU time."""
-    source, target = (torch.ones(nbytes // ELEMENT_BYTES) for _ in range(2))
-    return nbytes / _least_cpu_s(lambda: target.copy_(source))
-
-
-def _least_cpu_s(call: Any) -> float:
+def _bytes_per_s(call: Callable[[], object]) -> float:
+    """Of so many bytes of gradients, in a second of CPU time."""
     took_s = []
     for _ in range(_TRIES + 1):
         began_s = time.thread_time()
         call()
         took_s.append(time.thread_time() - began_s)
-    return max(min(took_s[1:]), 1e-9)
+    return _BULK_BYTES / max(min(took_s[1:]), 1e-9)
 
 
 if __name__ == "__main__":

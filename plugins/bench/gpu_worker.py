@@ -145,7 +145,7 @@ class GpuBench:
         self._synchronize()
         return self._ranks.mean(1e3 * (time.perf_counter() - began_s) / _TIMED)
 
-    def _block(self, system: System, iterations: int, *, is_traced: bool = False) -> dict[str, Any]:
+    def _block(self, system: System, iterations: int) -> dict[str, Any]:
         """Trains from the beginning; what all ranks found, and the losses of this one."""
         self._clear()
         began_bytes = reset_peak()
@@ -179,25 +179,20 @@ class GpuBench:
 
     def _set_up(self, system: System) -> Running:
         model = self._model()
-        if system.kind == "fsdp2":
-            self._shard(model)
-            return Running(model, make_optimizer(self._spec.optimizer, model.parameters()))
-        ddp: dict[str, Any] = {"gradient_as_bucket_view": True}
-        if self._on_gpu:
-            ddp["device_ids"] = [0]
-        return set_up(system.kind, system.options, model, self._spec.optimizer, **ddp)
-
-    def _shard(self, model: nn.Module) -> None:
-        """FSDP2 whose parameters stay after the forward pass: it sends what an all-reduce does."""
+        if system.kind != "fsdp2":
+            ddp = {"gradient_as_bucket_view": True, "device_ids": [0] if self._on_gpu else None}
+            return set_up(system.kind, system.options, model, self._spec.optimizer, **ddp)
         # Not in torch 2.5 or older.
         from torch.distributed.fsdp import fully_shard
 
+        # Its parameters stay after the forward pass: it sends what an all-reduce does.
         mesh = init_device_mesh(self._spec.device, (self._ranks.size,))
         blocks: Sequence[Any] = self._workload.blocks(model)
         for each in (*blocks, model):
             fully_shard(each, mesh=mesh, reshard_after_forward=False)
         for block, following in pairwise(blocks):
             block.set_modules_to_forward_prefetch([following])
+        return Running(model, make_optimizer(self._spec.optimizer, model.parameters()))
 
     def _trace(self, running: Running) -> dict[str, list[Any]] | None:
         """An iteration, from what the session's observers are told."""
@@ -271,38 +266,32 @@ class Spans(Observer):
     """Keeps what it is told."""
 
     def __init__(self) -> None:
-        self.spans: list[tuple[str, str, int, int, dict[str, Any]]] = []
-        self.ready: list[tuple[int, int]] = []
+        self.spans: list[tuple[str, str, int, int]] = []
 
     def on_span(self, track: str, name: str, start_ns: int, end_ns: int, args: Any = None) -> None:
-        self.spans.append((track, name, start_ns, end_ns, args or {}))
-
-    def on_flow(self, phase: str, flow_id: int, track: str, at_ns: int) -> None:
-        if phase == "s":
-            self.ready.append((at_ns, flow_id))
+        self.spans.append((track, name, start_ns, end_ns))
 
 
 def traced(seen: Spans, passes: Sequence[tuple[str, int]]) -> dict[str, list[Any]]:
     """An iteration in ms from the start of its backward pass, the first of these.
 
-    Chunks with when they were ready, sent and there, gates with when the training thread came to
-    them and went on, and passes with their starts; the last one is the end.
+    Chunks with when they were sent and there, gates with when the training thread came to them and
+    went on, and passes with their starts; the last one is the end.
     """
     began_ns, until_ns = passes[0][1], passes[-1][1]
 
     def ms(at_ns: int) -> float:
         return round((at_ns - began_ns) / 1e6, 3)
 
-    spans = sorted((s for s in seen.spans if began_ns <= s[2] < until_ns), key=lambda s: s[2])
-    ready = {chunk: at_ns for at_ns, chunk in seen.ready if began_ns <= at_ns < until_ns}
-    found: dict[str, list[Any]] = {"chunks": [], "gates": []}
-    for track, name, start, end, args in spans:
-        if track == "send":
-            ready_ns = ready.get(args.get("chunk", -1), start)
-            found["chunks"].append([name, ms(ready_ns), ms(start), ms(end)])
-        elif track == "wait":
-            found["gates"].append([name, ms(start), ms(end)])
-    return found | {"passes": [[name, ms(at_ns)] for name, at_ns in passes]}
+    def of(name: str) -> list[list[Any]]:
+        return [
+            [what, ms(start), ms(end)]
+            for track, what, start, end in sorted(seen.spans, key=lambda span: span[2])
+            if track == name and began_ns <= start < until_ns
+        ]
+
+    starts = [[name, ms(at_ns)] for name, at_ns in passes]
+    return {"passes": starts, "chunks": of("send"), "gates": of("wait")}
 
 
 if __name__ == "__main__":

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from bytesched.bench.specification import Specification
+from bytesched.lab.ranks import Place
 from bytesched.link.bound import store_bytes_per_s
 from bytesched.link.levels import ring_share, shares_hosts, two_level_share
 
 from .rank import Ranks
 from .systems.data_parallel import MIB
-
-__all__ = ["PROBE_BYTES", "Link", "agree", "all_reduces_s", "all_to_alls_s", "settled"]
 
 PROBE_BYTES = 16 * MIB
 PROBES = 2
@@ -66,25 +66,15 @@ def agree(before: float, after: float) -> bool:
 
 
 class Link:
-    """The links between the ranks, and to the servers if there are any.
+    """The links between the ranks, and to the servers if there are any."""
 
-    Args:
-        servers: ranks that serve, if there is a store.
-        nominal_bytes_per_s: of shaped links.
-        ranks_per_host: that share a link.
-    """
-
-    def __init__(
-        self,
-        ranks: Ranks,
-        servers: int | None,
-        nominal_bytes_per_s: float | None,
-        ranks_per_host: int = 1,
-    ) -> None:
+    def __init__(self, ranks: Ranks, spec: Specification, place: Place) -> None:
         self._ranks = ranks
-        self._servers = servers
-        self._nominal_bytes_per_s = nominal_bytes_per_s
-        self._hosts = [str(rank // ranks_per_host) for rank in range(ranks.size)]
+        self._servers = spec.servers
+        #: of shaped links, each of which ranks of a host share
+        self._nominal_bytes_per_s = place.link_bytes_per_s
+        sharing = spec.ranks_per_host if place.link_bytes_per_s else 1
+        self._hosts = [str(rank // sharing) for rank in range(ranks.size)]
         self._samples: list[float] = []
         self._exchanges_s: list[float] = []
 
@@ -132,9 +122,8 @@ class Link:
             return average
         # A rank sends and receives 2(n-1)/n bytes for each byte of an all-reduce among n.
         size = self._ranks.size
-        return store_bytes_per_s(
-            average * 2 * (size - 1) / size, workers=size, servers=self._servers
-        )
+        rate = average * 2 * (size - 1) / size
+        return store_bytes_per_s(rate, workers=size, servers=self._servers)
 
     def facts(self) -> dict[str, Any]:
         """For the report."""
@@ -143,10 +132,8 @@ class Link:
             found["exchange_bytes_per_s"] = self.exchange_bytes_per_s
             found["exchange_each_ms"] = 1e3 * self.exchange_s
         if self._servers is not None:
-            found["servers"] = self._servers
-            found["nominal_bytes_per_s"] = self.bytes_per_s
+            found |= {"servers": self._servers, "nominal_bytes_per_s": self.bytes_per_s}
             if rate := self._nominal_bytes_per_s:
-                found["nominal_bytes_per_s"] = store_bytes_per_s(
-                    rate, workers=self._ranks.size, servers=self._servers
-                )
+                ranks = {"workers": self._ranks.size, "servers": self._servers}
+                found["nominal_bytes_per_s"] = store_bytes_per_s(rate, **ranks)
         return found

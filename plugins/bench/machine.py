@@ -10,8 +10,6 @@ from typing import Any, Final
 
 import torch
 
-__all__ = ["peak_bytes", "reset_peak", "state_bytes"]
-
 _KIB = 1024
 
 

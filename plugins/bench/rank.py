@@ -18,8 +18,6 @@ from bytesched.errors import PluginError
 from bytesched.lab.ranks import Place
 from bytesched.records import from_json
 
-__all__ = ["Ranks", "leave_after", "run_rank"]
-
 SpecT = TypeVar("SpecT")
 
 

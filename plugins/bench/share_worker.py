@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bytesched.bench.sharing import CROSSOVER, DDP, SIDE_BY_SIDE, ShareSpecification, common_rates
 from bytesched.environment import set_variables
-from bytesched.lab.ranks import BenchError, Place
+from bytesched.lab.ranks import Place
 from bytesched.link.bound import gradients, optimum_s, split_optimum_s
 
 from .block import SEED, train
@@ -28,27 +28,6 @@ from .workloads.emulated import SharedPace
 from .workloads.models import emulated
 
 _PROBES: Final = 5
-
-
-class _Iterations:
-    """The seeds of a job's iterations, and when those after its warm-up began.
-
-    Args:
-        together: all jobs train, and begin these at once.
-    """
-
-    def __init__(self, group: dist.ProcessGroup, warmup: int, *, together: bool) -> None:
-        self._rank, self._size = group.rank(), group.size()
-        self._warmup = warmup
-        self._together = together
-        self.starts_s: list[float] = []
-
-    def seed_of(self, step: int) -> int:
-        if step == self._warmup and self._together:
-            dist.barrier()
-        if step >= self._warmup:
-            self.starts_s.append(time.monotonic())
-        return step * self._size + self._rank
 
 
 class SharingBench:
@@ -114,14 +93,22 @@ class SharingBench:
             running = self._set_up(arm, workload.model)
         dist.barrier()
         if self._job in jobs:
-            together = len(jobs) > 1
-            iterations = _Iterations(self._group, self._spec.warmup, together=together)
-            length, seed_of = (self._spec.warmup, self._spec.iterations), iterations.seed_of
-            trained = train(workload, running, *length, seed_of, self._spec.clip)
+            starts_s: list[float] = []
+
+            def seed_of(step: int) -> int:
+                """Of this rank's batch; those after the warm-up begin together."""
+                if step == warmup and len(jobs) > 1:
+                    dist.barrier()
+                if step >= warmup:
+                    starts_s.append(time.monotonic())
+                return step * self._group.size() + self._group.rank()
+
+            warmup, length = self._spec.warmup, self._spec.iterations
+            trained = train(workload, running, warmup, length, seed_of, self._spec.clip)
             if self._host == 0:
                 found = {
                     "job": self._job,
-                    "starts_s": iterations.starts_s,
+                    "starts_s": starts_s,
                     "bits": [trained["losses"], trained["weights"]],
                     "figures": trained["stats"],
                 }
@@ -152,18 +139,9 @@ class SharingBench:
 
 
 def _rates(found: dict[int, dict[str, Any]]) -> list[float]:
-    """Iterations per second of each job, while all of them train; 0 of one that does not.
-
-    Raises `BenchError` if one came to its end before another one had warmed up.
-    """
-    rates = [0.0] * (1 + max(found))
-    try:
-        common = common_rates({job: one["starts_s"] for job, one in found.items()})
-    except ValueError as error:
-        raise BenchError(f"{error}: give more --iterations") from None
-    for job, rate in common.items():
-        rates[job] = rate
-    return rates
+    """Iterations per second of each job, while all of them train; 0 of one that does not."""
+    rates = common_rates({job: one["starts_s"] for job, one in found.items()})
+    return [rates.get(job, 0.0) for job in range(1 + max(found))]
 
 
 if __name__ == "__main__":

@@ -5,8 +5,8 @@ from __future__ import annotations
 import gc
 import json
 import statistics
+from collections.abc import Sequence
 from dataclasses import asdict, replace
-from functools import cached_property
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,7 +28,6 @@ from bytesched.link.bound import (
 )
 
 from .block import SEED, train
-from .course import SWEEP_WARMUP, SWEPT_BUCKETS_MB, estimate, first_round
 from .link import Link
 from .machine import core_times, reset_peak, stolen_share
 from .rank import Ranks, run_rank
@@ -41,6 +40,39 @@ if TYPE_CHECKING:
     from .systems.horovod import Horovod, Settings
 
 COMPUTE_ITERATIONS = 5
+SWEPT_BUCKETS_MB = (1, 2, 4, 8, 16, 25)
+SWEEP_WARMUP = 2
+
+
+def first_round(kinds: Sequence[str]) -> list[int]:
+    """The order of the systems in the first round, by their place among the `kinds`.
+
+    bytesched begins, then what it is compared with as that is; what is swept comes last. So a
+    bench that is stopped early has measured what was asked about.
+    """
+
+    def eagerness(place: int) -> int:
+        kind = kinds[place]
+        if kind.startswith("bytesched"):
+            return 0
+        return 1 if kind in ("ddp", "horovod", "kv-plain") else 2 + kind.endswith("-best")
+
+    return sorted(range(len(kinds)), key=eagerness)
+
+
+def estimate(spec: Specification, iteration_s: float) -> str:
+    """How long all of it takes, in a line, of iterations whose communication nothing hides."""
+    kinds = [system.kind for system in spec.systems]
+    # A block ends with one more iteration, whose beginning is the end of the last one timed.
+    iterations = len(kinds) * spec.rounds * (spec.warmup + spec.iterations + 1)
+    block = SWEEP_WARMUP + spec.sweep_iterations + 1
+    iterations += kinds.count("ddp-best") * 2 * len(SWEPT_BUCKETS_MB) * block
+    beyond = ", and the sweep of horovod-best" if "horovod-best" in kinds else ""
+    return (
+        f"estimate: {max(iterations * iteration_s / 60, 0.1):.1f} min, for {iterations} iterations "
+        f"of at most {1e3 * iteration_s:.0f} ms{beyond}; ctrl-C ends it and prints the table of "
+        "what was measured until then"
+    )
 
 
 class Bench:
@@ -51,16 +83,18 @@ class Bench:
         self.place = place
         self.systems = list(spec.systems)
         self.ranks = Ranks()
-        shared = spec.ranks_per_host if place.link_bytes_per_s else 1
-        self.link = Link(self.ranks, spec.servers, place.link_bytes_per_s, shared)
+        self.link = Link(self.ranks, spec, place)
+        self.horovod: Horovod | None = None
+        if spec.is_any_of(HOROVOD_SYSTEMS):
+            from .systems.horovod import Horovod
+
+            self.horovod = Horovod(self.ranks, place)
         self.compute_samples: list[dict[str, float]] = []
         self.sweeps_ms: dict[str, dict[str, float]] = {}
-        layers = spec.profile.layers if spec.profile else ()
+        exchanged = [one.exchange_bytes for one in spec.profile.layers] if spec.profile else []
         #: of the smallest all-to-all, and how many of these all of an iteration would be
-        self.exchange_bytes = min((e for layer in layers if (e := layer.exchange_bytes)), default=0)
-        self.exchanges = 0.0
-        if spec.profile and self.exchange_bytes:
-            self.exchanges = spec.profile.exchanged_bytes / self.exchange_bytes
+        self.exchange_bytes = min(filter(None, exchanged), default=0)
+        self.exchanges = 4 * sum(exchanged) / max(self.exchange_bytes, 1)
 
     def run(self) -> dict[str, Any]:
         """The result that the report is made from, the same on every rank."""
@@ -79,7 +113,10 @@ class Bench:
                 self.link.probe_exchanges(self.exchange_bytes)
             self.probe_compute()
             if not turn:
-                say(self.estimate(model["model_bytes"]))
+                each = self.compute_samples[-1]
+                ms = each["compute_ms"] + each["update_ms"] + each.get("exchange_ms", 0.0)
+                sending_s = model["model_bytes"] / self.link.bytes_per_s
+                say(estimate(spec, ms / 1e3 + sending_s))
             places = range(len(self.systems))
             for number in places if turn else first_round([s.kind for s in self.systems]):
                 if not turn:
@@ -96,12 +133,6 @@ class Bench:
                     write_text(Path(self.place.result), json.dumps(so_far))
         stolen = max(self.ranks.gather(stolen_share(began, core_times())))
         return self.found(model, systems, stolen)
-
-    def estimate(self, model_bytes: int) -> str:
-        """How long all of it takes, in a line, now that link and compute were measured once."""
-        each = self.compute_samples[-1]
-        ms = each["compute_ms"] + each["update_ms"] + each.get("exchange_ms", 0.0)
-        return estimate(self.spec, ms / 1e3 + model_bytes / self.link.bytes_per_s)
 
     def found(
         self, model: dict[str, Any], systems: dict[str, dict[str, Any]], stolen: float
@@ -137,18 +168,18 @@ class Bench:
             from .systems.horovod import sweep
 
             given = {name: float(value) for name, value in system.options.items()}
-            swept = sweep(self.horovod_ms, **given)
+
+            def measured_ms(settings: Settings) -> float:
+                median_ms = self.median_ms("horovod", settings.options())
+                self.ranks.say(f"horovod sweep {settings!s:>14} {median_ms:14.1f} ms")
+                return median_ms
+
+            swept = sweep(measured_ms, **given)
             self.sweeps_ms["horovod_sweep_ms"] = {str(tried): ms for tried, ms in swept.items()}
             best = min(swept, key=swept.__getitem__)
             chosen = {"settings": str(best)}
             return replace(system, kind="horovod", options=best.options()), chosen
         return system, {}
-
-    def horovod_ms(self, settings: Settings) -> float:
-        """Milliseconds of plain Horovod with these settings, as every rank knows them."""
-        median_ms = self.median_ms("horovod", settings.options())
-        self.ranks.say(f"horovod sweep {settings!s:>14} {median_ms:14.1f} ms")
-        return median_ms
 
     def sweep_buckets(self) -> dict[str, float]:
         """Milliseconds of DDP for each bucket size, as every rank knows them.
@@ -166,18 +197,6 @@ class Bench:
         """Milliseconds of a system in a short block, as every rank knows them."""
         block = self.block(System(kind, kind, options), SWEEP_WARMUP, self.spec.sweep_iterations)
         return self.ranks.mean(statistics.median(block["iteration_ms"]))
-
-    @cached_property
-    def horovod(self) -> Horovod:
-        """What ranks of Horovod meet by; made when the first system needs it."""
-        from .systems.horovod import Horovod
-
-        return Horovod(self.ranks, self.place)
-
-    def close(self) -> None:
-        """Let go of what was started."""
-        if "horovod" in vars(self):
-            self.horovod.close()
 
     def seed_of(self, step: int) -> int:
         """Seed of this rank's batch."""
@@ -235,19 +254,17 @@ class Bench:
 
     def block(self, system: System, warmup: int, iterations: int) -> dict[str, Any]:
         """Train a new model with one system; what all ranks found, and this one's times."""
-        length = warmup, iterations
-        if system.kind in HOROVOD_SYSTEMS:
+        spec = replace(self.spec, systems=(system,), warmup=warmup, iterations=iterations)
+        if system.kind in KVSTORE_SYSTEMS:
+            found = run_block(spec, self.place, {})
+        elif self.horovod is not None and system.kind in HOROVOD_SYSTEMS:
             from .systems.horovod import split_options
 
             variables, options = split_options(system.options)
-            variables = self.horovod.variables() | variables
-            found = run_block(
-                self.spec, self.place, replace(system, options=options), *length, variables
-            )
-        elif system.kind in KVSTORE_SYSTEMS:
-            found = run_block(self.spec, self.place, system, *length, {})
+            spec = replace(spec, systems=(replace(system, options=options),))
+            found = run_block(spec, self.place, self.horovod.variables() | variables)
         else:
-            found = self.own_block(system, *length)
+            found = self.own_block(spec)
         if "exchange_ms" in found:
             found["exchange_ms"] = list(
                 chain.from_iterable(self.ranks.gather(found["exchange_ms"]))
@@ -259,15 +276,15 @@ class Bench:
             "weights": self.ranks.gather(found["weights"]),
         }
 
-    def own_block(self, system: System, warmup: int, iterations: int) -> dict[str, Any]:
+    def own_block(self, spec: Specification) -> dict[str, Any]:
         """A block in this process, over torch's own process group."""
         began_bytes = reset_peak()
-        workload = build(self.spec, SEED)
+        [system], workload = spec.systems, build(spec, SEED)
         build_up = set_up_experts if self.exchanges else set_up
-        running = build_up(system.kind, system.options, workload.model, self.spec.optimizer)
+        running = build_up(system.kind, system.options, workload.model, spec.optimizer)
         dist.barrier()
-        clip = self.spec.clip
-        found = train(workload, running, warmup, iterations, self.seed_of, clip)
+        length = spec.warmup, spec.iterations
+        found = train(workload, running, *length, self.seed_of, spec.clip)
         del workload, running
         gc.collect()
         # Beyond what the process had: other systems ran in it before.
@@ -277,13 +294,5 @@ class Bench:
         }
 
 
-def _measure(spec: Specification, place: Place) -> dict[str, Any]:
-    bench = Bench(spec, place)
-    try:
-        return bench.run()
-    finally:
-        bench.close()
-
-
 if __name__ == "__main__":
-    run_rank(Specification, _measure)
+    run_rank(Specification, lambda spec, place: Bench(spec, place).run())

@@ -1,19 +1,12 @@
-"""One rank of the demo: trains a character GPT on the sources of the standard library.
-
-Reports to the demo in lines of JSON on standard output, from rank 0.
-"""
+"""One rank of the demo: trains a character GPT on the sources of the standard library."""
 
 from __future__ import annotations
 
 import copy
-import json
 import statistics
-import sys
 import sysconfig
 import time
 from collections.abc import Callable
-from dataclasses import replace
-from datetime import timedelta
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -21,19 +14,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 import bytesched
-from bytesched.records import from_json
+from bytesched.lab.ranks import Place
+from bytesched.trace.timeline import Timeline
 
-from ..bench.rank import leave_after
+from ..bench.link import all_reduces_s
+from ..bench.rank import Ranks, run_rank
 from ..bench.systems.data_parallel import set_up
-from ..bench.workloads.models import GPT, NextToken
-from .ddp_trace import trace_ddp
-from .specification import DemoSpecification, Trained
+from ..bench.workloads.models import GPT
+from . import OURS, PLAIN, RUNS, Demo
 
 LossOf = Callable[[nn.Module, int], Tensor]
-
 
 LENGTH = 64
 TEXT_BYTES = 4 << 20
@@ -41,14 +35,15 @@ TURN_STEPS = 10
 TRACED_STEPS = 8
 LARGEST_BATCH = 64
 PROBE_BATCH = 4
+PROBES = 4
 
 
 class Trainer:
     """One way to train the model, with a copy of its own."""
 
-    def __init__(self, run: Trained, model: nn.Module, loss_of: LossOf) -> None:
-        self.run = run
-        self.running = set_up(run.kind, run.options, copy.deepcopy(model), "adamw")
+    def __init__(self, name: str, model: nn.Module, loss_of: LossOf, **options: str) -> None:
+        kind, given = RUNS[name]
+        self.running = set_up(kind, given | options, copy.deepcopy(model), "adamw")
         self.loss_of = loss_of
         self.losses: list[float] = []
         self.times_ms: list[float] = []
@@ -69,90 +64,108 @@ class Trainer:
         bytesched.flush()
         self.times_ms += [1e3 * (after - before) for before, after in pairwise(starts_s[1:])]
 
-    def report(self) -> dict[str, float]:
-        """How it goes, over the last turn."""
-        return {
-            "ms": statistics.median(self.times_ms[2 - TURN_STEPS :]),
-            "loss": statistics.fmean(self.losses[-TURN_STEPS:]),
-        }
+    def __str__(self) -> str:
+        """How the last turn went."""
+        took_ms = statistics.median(self.times_ms[2 - TURN_STEPS :])
+        return f"{took_ms:.0f} ms loss {statistics.fmean(self.losses[-TURN_STEPS:]):.4f}"
 
 
-def main(argv: list[str]) -> int:
-    """Train what the specification, a JSON argument, asks for."""
-    spec = from_json(DemoSpecification, argv[0])
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=120))
+def measure(demo: Demo, _: Place) -> dict[str, Any]:
+    """Losses and times of each way, after a turn of each in turn; and timelines of two."""
+    ranks = Ranks()
     torch.manual_seed(1)
     text = torch.frombuffer(bytearray(source_text()), dtype=torch.uint8).long()
-    model = NextToken(GPT(256, LENGTH, width=192, depth=6, heads=4))
+    model = GPT(256, LENGTH, width=192, depth=6, heads=4)
     nbytes = sum(p.numel() * p.element_size() for p in model.parameters())
-    batch = choose_batch(copy.deepcopy(model), text, nbytes)
-    tell({"batch": batch, "model_bytes": nbytes})
+    batch = choose_batch(copy.deepcopy(model), text, nbytes, ranks)
+    ranks.say(
+        f"{nbytes / 1e6:.1f} MB of gradients per iteration, batch of {batch} per host. "
+        f"Turns of {TURN_STEPS} steps:\n"
+    )
 
     def loss_of(module: nn.Module, step: int) -> Tensor:
-        return module(sample(text, batch, step))  # type: ignore[no-any-return]
+        return module(sample(text, batch, step * ranks.size + ranks.rank))  # type: ignore[no-any-return]
 
-    trainers = [Trainer(run, model, loss_of) for run in spec.runs]
-    deadline_s = time.monotonic() + spec.train_s
+    trainers = {name: Trainer(name, model, loss_of) for name in RUNS}
+    deadline_s = time.monotonic() + demo.train_s
     step = 0
-    while step < spec.steps and agreed(time.monotonic() < deadline_s):
-        for trainer in trainers:
+    while step < demo.steps and ranks.gather(time.monotonic() < deadline_s)[0]:
+        for trainer in trainers.values():
             trainer.train(TURN_STEPS)
         step += TURN_STEPS
-        tell({"step": step, "runs": [trainer.report() for trainer in trainers]})
-    for trainer in trainers:
-        losses: list[object] = [None] * dist.get_world_size()
-        dist.all_gather_object(losses, trainer.losses)
-        tell({"times_ms": trainer.times_ms, "losses": losses, "stats": trainer.running.close()})
-    for run in spec.runs:
-        if run.trace_folder:
-            trace(run, copy.deepcopy(model), loss_of)
-    dist.barrier()
-    dist.destroy_process_group()
-    return 0
-
-
-def trace(run: Trained, model: nn.Module, loss_of: LossOf) -> None:
-    """Some iterations from the start with a timeline, apart from those that are timed."""
-    folder = run.trace_folder
-    if run.kind == "bytesched":
-        trainer = Trainer(replace(run, options=run.options | {"timeline": folder}), model, loss_of)
-        trainer.train(2 * TRACED_STEPS)
+        ranks.say(f"{step:>4}  " + "  ".join(f"{name} {each!s}" for name, each in trainers.items()))
+    found = {
+        name: {"times_ms": each.times_ms, "losses": ranks.gather(each.losses)}
+        for name, each in trainers.items()
+    }
+    for trainer in trainers.values():
         trainer.running.close()
-        return
-    running = set_up("ddp", run.options, model, "adamw")
-    assert isinstance(running.module, DistributedDataParallel)
-    trace_ddp(running.module, running.optimizer, loss_of, steps=TRACED_STEPS, folder=folder)
+    plain, ours = (str(Path(demo.folder, RUNS[name][0])) for name in (PLAIN, OURS))
+    trace_ddp(Trainer(PLAIN, model, loss_of), Timeline(plain, rank=ranks.rank))
+    traced = Trainer(OURS, model, loss_of, timeline=ours)
+    traced.train(2 * TRACED_STEPS)
+    traced.running.close()
+    return found
 
 
-def agreed(condition: bool) -> bool:
-    """What rank 0 finds."""
-    flag = torch.tensor(condition)
-    dist.broadcast(flag, 0)
-    return bool(flag)
+def trace_ddp(trainer: Trainer, timeline: Timeline) -> None:
+    """Trains with plain DDP, on the same tracks as bytesched's own, to lay the two side by side."""
+    model, optimizer = trainer.running.module, trainer.running.optimizer
+    assert isinstance(model, DistributedDataParallel)
+    group = model.process_group
+    computed_ns = 0
+
+    def average(bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        """As DDP does by itself."""
+        start_ns, index = time.perf_counter_ns(), bucket.index()
+        buffer = bucket.buffer().div_(group.size())
+
+        def averaged(future: torch.futures.Future[list[Tensor]]) -> Tensor:
+            times_ns = start_ns, time.perf_counter_ns()
+            timeline.on_span("send", f"bucket {index}", *times_ns, {"chunk": index})
+            return future.value()[0]
+
+        work = dist.all_reduce(buffer, group=group, async_op=True)
+        return work.get_future().then(averaged)  # type: ignore[no-any-return]
+
+    def gradient_ready(_: Tensor) -> None:
+        nonlocal computed_ns
+        computed_ns = time.perf_counter_ns()
+
+    # DDP compares annotations of a hook, which are text here; a lambda has none.
+    model.register_comm_hook(group, lambda _, bucket: average(bucket))
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(gradient_ready)
+    for step in range(TRACED_STEPS):
+        optimizer.zero_grad()
+        at_ns = [time.perf_counter_ns()]
+        loss = trainer.loss_of(model, step)
+        at_ns.append(time.perf_counter_ns())
+        loss.backward()
+        at_ns.append(time.perf_counter_ns())
+        optimizer.step()
+        at_ns.append(time.perf_counter_ns())
+        timeline.on_span("wait", "end of backward", computed_ns, at_ns[2])
+        for track, span_ns in zip(("forward", "backward", "update"), pairwise(at_ns), strict=True):
+            timeline.on_span(track, track, *span_ns)
+        timeline.on_step(step + 1, at_ns[-1])
+    timeline.close()
 
 
-def choose_batch(model: nn.Module, text: Tensor, nbytes: int) -> int:
+def choose_batch(model: nn.Module, text: Tensor, nbytes: int, ranks: Ranks) -> int:
     """The batch whose computation takes about as long as sending the gradients."""
-    buffer = torch.zeros(nbytes // 4)
-    dist.all_reduce(buffer)
-    sending_s, computing_s = [], []
-    for step in range(4):
-        dist.barrier()
-        start_s = time.perf_counter()
-        dist.all_reduce(buffer)
-        sending_s.append(time.perf_counter() - start_s)
+    sending_s = min(all_reduces_s(nbytes, PROBES))
+    computing_s = []
+    for step in range(PROBES):
         start_s = time.perf_counter()
         model(sample(text, PROBE_BATCH, step)).backward()
         computing_s.append(time.perf_counter() - start_s)
-    batch = torch.tensor(PROBE_BATCH * min(sending_s) / min(computing_s[1:]))
-    dist.broadcast(batch, 0)
-    return max(2, min(LARGEST_BATCH, round(batch.item())))
+    batch: float = ranks.gather(PROBE_BATCH * sending_s / min(computing_s[1:]))[0]
+    return max(2, min(LARGEST_BATCH, round(batch)))
 
 
-def sample(text: Tensor, batch: int, step: int) -> Tensor:
-    """This rank's batch of that step: pieces of the text."""
-    seed = step * dist.get_world_size() + dist.get_rank()
+def sample(text: Tensor, batch: int, seed: int) -> Tensor:
+    """A batch: pieces of the text."""
     generator = torch.Generator().manual_seed(seed)
     starts = torch.randint(len(text) - LENGTH - 1, (batch, 1), generator=generator)
     return text[starts + torch.arange(LENGTH + 1)]
@@ -168,12 +181,5 @@ def source_text() -> bytes:
     return bytes(text)
 
 
-def tell(message: dict[str, Any]) -> None:
-    """Send one message to the demo."""
-    if dist.get_rank() == 0:
-        sys.stdout.write(json.dumps(message) + "\n")
-        sys.stdout.flush()
-
-
 if __name__ == "__main__":
-    leave_after(main)
+    run_rank(Demo, measure)

@@ -7,16 +7,13 @@ import functools
 import os
 import site
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter_ns
-from types import FrameType
+from traceback import walk_stack
 from typing import Final
 
 import torch
-
-__all__ = ["Causes", "place"]
 
 #: time for looking at stacks, of one model: enough for its first steps
 _BUDGET_NS: Final = 20_000_000
@@ -103,21 +100,14 @@ class Causes:
 def place() -> tuple[str, str]:
     """The function of torch that the user's line calls, or nothing; and that line."""
     function = ""
-    for frame in _frames():
+    for frame, line in walk_stack(sys._getframe(1)):
         file, name = frame.f_code.co_filename, frame.f_code.co_name
         if not file.startswith(_NOT_USERS) and name != "__torch_function__":
-            return function, f"{_shortened(file)}:{frame.f_lineno}"
+            return function, f"{_shortened(file)}:{line}"
         is_called = not name.startswith("_") and name not in _WRAPPERS and file != _OVERRIDES
         if file.startswith(_TORCH) and is_called:
             function = name
     return function, "in a thread of a framework"
-
-
-def _frames() -> Iterator[FrameType]:
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
 
 
 def _shortened(file: str) -> str:

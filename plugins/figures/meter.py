@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from time import perf_counter_ns
 from typing import NamedTuple
 
@@ -12,8 +12,6 @@ from bytesched.observe import Observers
 from bytesched.tunable import Setting
 
 from .causes import Causes
-
-__all__ = ["Meter", "Moment"]
 
 _MS = 1e6
 _WORST = 8
@@ -200,14 +198,11 @@ class Meter:
         """Now, when the user's thread begins to wait."""
         return Moment(perf_counter_ns(), self._busy_ns())
 
-    def waited(
-        self, by: str, began: Moment, chunks: Iterable[int] = (), *, is_exposed: bool = False
-    ) -> int:
+    def waited(self, by: str, began: Moment, *, is_exposed: bool = False) -> int:
         """The user's thread has waited since ``began``: returns for how long, in ns.
 
         Args:
             by: what made it wait.
-            chunks: what it needed of those that are sent, by number.
             is_exposed: something was on the wire all the time.
         """
         now_ns = perf_counter_ns()
@@ -217,8 +212,6 @@ class Meter:
         self._exposed_ns += min(waited_ns, busy_ns)
         if self._observers.are_any:
             self._observers.on_span("wait", by, began.at_ns, now_ns)
-            for chunk in chunks:
-                self._observers.on_flow("f", chunk, "wait", now_ns)
         return waited_ns
 
     def updated(self, name: str, bundles: int, began_ns: int) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Final
 
-__all__ = ["ROUNDING", "UNSEEN"]
-
 #: as soon as values may be missing
 UNSEEN: Final = (
     "reads of weights and gradients wait for them, except torch.tensor(weight), x.data = weight, "

@@ -150,7 +150,7 @@ class Sending:
                     chunk.work = None
                 if isinstance(chunk, Chunk):
                     self._planning.waited(chunk)
-        self._meter.waited(by, began, (chunk.index for chunk in outstanding), is_exposed=True)
+        self._meter.waited(by, began, is_exposed=True)
 
     def hand_on(self) -> None:
         """Returns when all first halves have ended, and the second ones are under way."""

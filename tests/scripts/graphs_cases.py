@@ -256,7 +256,7 @@ def traced(folder: str) -> tuple[dict[str, float], float, bool]:
     bytesched.unwrap(optimizer)
     (trace,) = read_traces(Path(folder) / trace_name(dist.get_rank()))
     found = shares_of(trace)
-    return found.of, found.under_way, bool(laps()._observers)
+    return found, found.pop("on its way"), bool(laps()._observers)
 
 
 # -- errors ----------------------------------------------------------------------------

@@ -17,13 +17,13 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 import torch
+from loopback import Loopback
 from looped import TIMEOUT_S, Training, check_equal, inputs
 from torch import nn
 from torch.optim import Optimizer
 
 from bytesched.plugins.proxies.pending import is_held
 from bytesched.plugins.update.separable import KNOWN
-from bytesched.testing import Loopback
 
 #: what is tried beside the defaults
 VARIANTS: dict[str, list[dict[str, Any]]] = {

@@ -23,12 +23,12 @@ from typing import Any
 import numpy as np
 import torch
 from drawn_optimizers import LATE_STEPS, SETTINGS, UNKNOWN, Own, made, stepped
+from loopback import Loopback
 from looped import inputs, mlp
 from torch import Tensor
 from training import differences, frozen
 
 from bytesched.plugins.proxies.entries import guard_entries
-from bytesched.testing import Loopback
 
 #: how long a step stays on the wire: a read that does not wait for it sees old values
 WIRE_S = 0.004

@@ -6,10 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from loopback import Loopback
 from torch import Tensor, nn
 from torch.optim import Optimizer
-
-from bytesched.testing import Loopback
 
 #: of every wait; none is ever waited out
 TIMEOUT_S = 100.0

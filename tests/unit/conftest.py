@@ -9,9 +9,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
+    from loopback import Loopback
     from looped import Training
-
-    from bytesched.testing import Loopback
 
 # Examples take as long as the machine lets them.
 settings.register_profile("suite", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -21,9 +20,8 @@ settings.load_profile("suite")
 @pytest.fixture
 def loopback() -> Iterator[Loopback]:
     """One rank; `hold()` keeps its chunks on the wire until `release()`."""
+    from loopback import Loopback
     from looped import TIMEOUT_S
-
-    from bytesched.testing import Loopback
 
     loopback = Loopback(timeout_s=TIMEOUT_S)
     yield loopback

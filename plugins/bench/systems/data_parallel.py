@@ -13,7 +13,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import bytesched
-from bytesched.bench.systems import DDP_WITH_OPTIONS, EXCHANGE_PIECES, ddp_arguments
+from bytesched.bench.systems import (
+    DDP_WITH_OPTIONS,
+    EXCHANGE_PIECES,
+    HOROVOD_SYSTEMS,
+    ddp_arguments,
+)
 from bytesched.errors import PluginError
 
 from ...exchanges.peers import peers_of
@@ -21,7 +26,6 @@ from ..workloads.experts import EmulatedExperts, Exchanges, InPieces
 
 MIB = 2**20
 FSDP_UNITS = 12
-HOROVOD = ("horovod", "bytesched-horovod")
 
 
 @dataclass
@@ -37,16 +41,17 @@ class Running:
     exchanges: Exchanges | None = None
 
 
+#: by name, each in torch's fused form: the class and its settings
+OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    "adamw": (torch.optim.AdamW, {"lr": 1e-3, "fused": True}),
+    "sgd": (torch.optim.SGD, {"lr": 1e-2, "momentum": 0.9, "fused": True}),
+}
+
+
 def make_optimizer(name: str, parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
-    """AdamW, or SGD with momentum, each in torch's fused form."""
-    kind, settings = _optimizer(name)
+    """AdamW, or SGD with momentum."""
+    kind, settings = OPTIMIZERS[name]
     return kind(parameters, **settings)
-
-
-def _optimizer(name: str) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
-    if name == "adamw":
-        return torch.optim.AdamW, {"lr": 1e-3, "fused": True}
-    return torch.optim.SGD, {"lr": 1e-2, "momentum": 0.9, "fused": True}
 
 
 def set_up(
@@ -58,8 +63,14 @@ def set_up(
     configuration. `ddp` has further arguments of DDP.
     """
     parameters = model.parameters
-    if kind in HOROVOD:
-        return _horovod(kind, options, model, optimizer_name)
+    if kind in HOROVOD_SYSTEMS:
+        import horovod.torch as hvd
+
+        inner = make_optimizer(optimizer_name, parameters())
+        averaging = hvd.DistributedOptimizer(inner, named_parameters=model.named_parameters())
+        if kind == "horovod":
+            return Running(model, averaging)
+        return scheduled(averaging, model, options)
     if kind == "fsdp2":
         _shard(model)
         return Running(model, make_optimizer(optimizer_name, parameters()))
@@ -69,8 +80,8 @@ def set_up(
         # It compiles optimizers of TorchScript when it is imported, which warns.
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
-        inner, more = _optimizer(optimizer_name)
-        sharded = ZeroRedundancyOptimizer(parameters(), optimizer_class=inner, **more)
+        kind_of_step, more = OPTIMIZERS[optimizer_name]
+        sharded = ZeroRedundancyOptimizer(parameters(), optimizer_class=kind_of_step, **more)
         return Running(wrapped, sharded)
     optimizer = make_optimizer(optimizer_name, parameters())
     if kind == "ddp":
@@ -80,17 +91,6 @@ def set_up(
         return Running(wrapped, finalizing, finalizing.close)
     # What is measured here is compared here.
     return scheduled(optimizer, wrapped, {"guard": "off", **options})
-
-
-def _horovod(kind: str, options: Mapping[str, str], model: nn.Module, name: str) -> Running:
-    import horovod.torch as hvd
-
-    optimizer = hvd.DistributedOptimizer(
-        make_optimizer(name, model.parameters()), named_parameters=model.named_parameters()
-    )
-    if kind == "horovod":
-        return Running(model, optimizer)
-    return scheduled(optimizer, model, options)
 
 
 def scheduled(

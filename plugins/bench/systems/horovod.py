@@ -23,8 +23,6 @@ from bytesched.values import parse_flag
 from ..rank import Ranks
 from .data_parallel import MIB
 
-__all__ = ["Horovod", "Settings", "split_options", "sweep"]
-
 SWEPT_FUSION_MB = (1.0, 2.0, 4.0, 8.0, 16.0, 128.0)
 #: the first is Horovod's own
 SWEPT_CYCLES_MS = (1.0, 0.5, 5.0)
@@ -69,12 +67,6 @@ class Horovod:
         if not place.mpirun:
             self._network = self._gloo_network(ranks, place)
 
-    def close(self) -> None:
-        """Stop listening."""
-        if self._server is not None:
-            self._server.shutdown()
-            self._server.server_close()
-
     def variables(self) -> dict[str, str]:
         """Of the environment of a rank of a new block."""
         if self._server is not None:
@@ -86,6 +78,7 @@ class Horovod:
         port = 0
         if ranks.rank == 0:
             self._server = RendezvousHTTPServer((place.address, 0), RendezvousHandler, 0)
+            # It ends with this process.
             threading.Thread(target=self._server.serve_forever, daemon=True).start()
             port = self._server.server_address[1]
         nodes, ports = zip(*ranks.gather((place.node, port)), strict=True)

@@ -1,7 +1,7 @@
 """Blocks of `bytesched bench` that need processes of their own: started, and what runs in them.
 
 Ranks of Horovod, or workers and servers of a store over MPI:
-``python -m bytesched.plugins.bench.systems.processes BLOCK``
+``python -m bytesched.plugins.bench.systems.processes SPECIFICATION RANKS FOLDER``
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 
 from bytesched.bench.specification import Specification
-from bytesched.bench.systems import System
 from bytesched.errors import PluginError
 from bytesched.lab.hosts import die_with_parent
 from bytesched.lab.ranks import Place
@@ -30,7 +29,8 @@ from ..rank import leave_after
 from ..workloads.models import Workload, build
 from .data_parallel import Running, set_up
 
-__all__ = ["Block", "run_block"]
+#: a workload, the system around it, this rank, and what else is told
+_Ready = tuple[Workload, Running, int, dict[str, int]]
 
 _RANK: Final = "bytesched.plugins.bench.systems.processes"
 #: Of the rank that starts a process, which must not think it is that rank; and the user's settings.
@@ -40,50 +40,22 @@ _NOT_INHERITED: Final = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Block:
-    """What each process of a block gets."""
+def run_block(spec: Specification, place: Place, variables: Mapping[str, str]) -> dict[str, Any]:
+    """What `train` found on this rank with the one system of ``spec``; collective.
 
-    specification: Specification
-    system: System
-    warmup: int
-    iterations: int
-    world_size: int
-    #: for what each rank found
-    folder: str
-
-
-def run_block(
-    spec: Specification,
-    place: Place,
-    system: System,
-    warmup: int,
-    iterations: int,
-    variables: Mapping[str, str],
-) -> dict[str, Any]:
-    """What `train` found on this rank, in a new process that has these variables; collective.
-
-    Where there is an mpirun, rank 0 starts the processes of all ranks, with it. The
-    ranks that start them wait meanwhile and use no core.
+    In a new process that has these variables. Where there is an mpirun, rank 0 starts those of all
+    ranks with it. The ranks that start them wait meanwhile and use no core.
     """
     folder, rank = Path(place.result).parent, dist.get_rank()
-    block = Block(
-        specification=spec,
-        system=system,
-        warmup=warmup,
-        iterations=iterations,
-        world_size=dist.get_world_size(),
-        folder=str(folder),
-    )
     dist.barrier()
     if not place.mpirun or rank == 0:
         command = [
             *(*place.mpirun, *die_with_parent(), "env"),
             *(word for name in _NOT_INHERITED for word in ("-u", name)),
             *(f"{name}={value}" for name, value in variables.items()),
-            *(sys.executable, "-m", _RANK, to_json(block)),
+            *(sys.executable, "-m", _RANK, to_json(spec), str(dist.get_world_size()), str(folder)),
         ]
-        _run(command, system.kind, spec.timeout_s)
+        _run(command, spec.systems[0].kind, spec.timeout_s)
     dist.barrier()
     found: dict[str, Any] = json.loads((folder / f"rank{rank}.json").read_text())
     return found
@@ -101,67 +73,59 @@ def _run(command: list[str], kind: str, timeout_s: float) -> None:
 
 
 def main(argv: list[str]) -> int:
-    """Train, and write what `train` found into the block's folder, a file for each rank."""
-    block = from_json(Block, argv[0])
-    spec = block.specification
+    """Train, and write what `train` found into the folder, a file for each rank."""
+    spec, ranks, folder = from_json(Specification, argv[0]), int(argv[1]), Path(argv[2])
     if spec.threads:
         torch.set_num_threads(spec.threads)
-    train_here = _train_on_horovod if spec.servers is None else _train_on_a_store
-    train_here(block)
+    around = _on_horovod(spec, ranks) if spec.servers is None else _on_a_store(spec, spec.servers)
+    with around as (workload, running, rank, more):
+        length = spec.warmup, spec.iterations
+        found = train(workload, running, *length, lambda step: step * ranks + rank, spec.clip)
+        # Of a process that has done nothing else.
+        del found["peak_bytes"], found["state_bytes"]
+        (folder / f"rank{rank}.json").write_text(json.dumps(found | more))
     return 0
 
 
-def _train_on_horovod(block: Block) -> None:
+@contextmanager
+def _on_horovod(spec: Specification, ranks: int) -> Iterator[_Ready]:
     import horovod.torch as hvd
 
-    spec = block.specification
     if spec.controller == "mpi" and not hvd.mpi_built():
         raise PluginError("the installed Horovod was built without MPI: use --controller gloo")
     hvd.init()
-    if hvd.size() != block.world_size:
-        raise PluginError(f"Horovod sees {hvd.size()} ranks, {block.world_size} were started")
-    workload = build(spec, SEED)
-    running = set_up(block.system.kind, block.system.options, workload.model, spec.optimizer)
+    if hvd.size() != ranks:
+        raise PluginError(f"Horovod sees {hvd.size()} ranks, {ranks} were started")
+    [system], workload = spec.systems, build(spec, SEED)
+    running = set_up(system.kind, system.options, workload.model, spec.optimizer)
     hvd.barrier()
-    _train(block, workload, running, hvd.rank(), local_size=hvd.local_size())
+    yield workload, running, hvd.rank(), {"local_size": hvd.local_size()}
     hvd.shutdown()
 
 
-def _train_on_a_store(block: Block) -> None:
+@contextmanager
+def _on_a_store(spec: Specification, servers: int) -> Iterator[_Ready]:
     from ...stores.mpi.opening import open_store
     from .servers import set_up_store
 
-    spec, options = block.specification, dict(block.system.options)
-    assert spec.servers is not None, "a block of a store has a store"
+    [system] = spec.systems
+    options = dict(system.options)
     # A rank that serves ends in here.
     store = open_store(
-        servers=spec.servers,
+        servers=servers,
         transfer=options.pop("transfer", "two-sided"),
         updates=parse_flag(options.pop("updates", "0")),
         timeout_s=spec.timeout_s,
     )
     workload = build(spec, SEED)
-    system = block.system.kind, options, workload.model, spec.optimizer
-    running = set_up_store(*system, store, servers=spec.servers, timeout_s=spec.timeout_s)
+    running = set_up_store(system.kind, options, workload.model, spec, store)
     store.barrier()
-    _train(block, workload, running, store.rank)
+    yield workload, running, store.rank, {}
     store.close()
 
 
-def _train(block: Block, workload: Workload, running: Running, rank: int, **more: int) -> None:
-
-    def seed_of(step: int) -> int:
-        return step * block.world_size + rank
-
-    clip = block.specification.clip
-    found = train(workload, running, block.warmup, block.iterations, seed_of, clip)
-    # Of a process that has done nothing else.
-    del found["peak_bytes"], found["state_bytes"]
-    Path(block.folder, f"rank{rank}.json").write_text(json.dumps(found | more))
-
-
 if __name__ == "__main__":
-    if from_json(Block, sys.argv[1]).specification.servers is None:
+    if from_json(Specification, sys.argv[1]).servers is None:
         leave_after(main)
     # MPI is to be told at the end of the interpreter.
     raise SystemExit(main(sys.argv[1:]))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -17,11 +17,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from bytesched.bench.specification import Specification
 from bytesched.errors import SchedulerTimeout
 
 from .data_parallel import Running, make_optimizer, scheduled
-
-__all__ = ["P3", "WholeKeys", "set_up_store"]
 
 #: MXNet splits larger arrays evenly over all servers (MXNET_KVSTORE_BIGARRAY_BOUND).
 _LARGE_ELEMENTS = 1_000_000
@@ -30,29 +29,22 @@ _SLICE_ELEMENTS = 40_000
 
 
 def set_up_store(
-    kind: str,
-    options: Mapping[str, str],
-    model: nn.Module,
-    optimizer_name: str,
-    store: Any,
-    *,
-    servers: int,
-    timeout_s: float,
+    kind: str, options: Mapping[str, str], model: nn.Module, spec: Specification, store: Any
 ) -> Running:
     """The system ``kind`` around ``model``; options are texts as the command line has them.
 
     kv-plain takes none, kv-p3 ``slice`` (elements) and ``window`` (slices on the way), and
     bytesched-kv the fields of its configuration.
     """
-    if kind == "kv-plain":
-        optimizer = make_optimizer(optimizer_name, model.parameters())
-        WholeKeys(model, optimizer, store, servers=servers, timeout_s=timeout_s)
-        return Running(model, optimizer)
     if kind == "kv-p3":
         sizes = int(options.get("slice", _SLICE_ELEMENTS)), int(options.get("window", 1))
-        p3 = P3(model, optimizer_name, store, *sizes, timeout_s)
+        p3 = P3(model, spec, store, *sizes)
         return Running(model, p3, p3.close)
-    return scheduled(make_optimizer(optimizer_name, model.parameters()), model, options, store)
+    optimizer = make_optimizer(spec.optimizer, model.parameters())
+    if kind == "kv-plain":
+        WholeKeys(model, optimizer, spec, store)
+        return Running(model, optimizer)
+    return scheduled(optimizer, model, options, store)
 
 
 class WholeKeys:
@@ -63,20 +55,14 @@ class WholeKeys:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        store: Any,
-        *,
-        servers: int,
-        timeout_s: float,
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, spec: Specification, store: Any
     ) -> None:
         self._store = store
-        self._timeout_s = timeout_s
+        self._timeout_s = spec.timeout_s
         self._outstanding = 0
         self._ends: SimpleQueue[BaseException | None] = SimpleQueue()
         for name, parameter in model.named_parameters():
-            parts = max(servers, 1) if parameter.numel() > _LARGE_ELEMENTS else 1
+            parts = max(spec.servers or 0, 1) if parameter.numel() > _LARGE_ELEMENTS else 1
             keys = _put(store, name, parameter, parts)
             parameter.register_post_accumulate_grad_hook(partial(self._exchange, keys))
         optimizer.register_step_pre_hook(self._wait)
@@ -133,16 +119,10 @@ class P3:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        optimizer_name: str,
-        store: Any,
-        slice_elements: int,
-        window: int,
-        timeout_s: float,
+        self, model: nn.Module, spec: Specification, store: Any, slice_elements: int, window: int
     ) -> None:
         self._store = store
-        self._timeout_s = timeout_s
+        self._timeout_s = spec.timeout_s
         self._lock = threading.Lock()
         self._free = window
         self._pushes: list[tuple[int, int, str, torch.Tensor]] = []
@@ -153,7 +133,7 @@ class P3:
         of: dict[int, _P3Tensor] = {}
         for name, parameter in model.named_parameters():
             keys = _put(store, name, parameter, -(-parameter.numel() // slice_elements))
-            optimizer = make_optimizer(optimizer_name, [parameter])
+            optimizer = make_optimizer(spec.optimizer, [parameter])
             tensor = _P3Tensor(len(self._tensors), parameter, optimizer, keys)
             tensor.updated.set()
             self._tensors.append(tensor)
@@ -198,26 +178,23 @@ class P3:
             self._free -= 1
             number, _, key, part = heapq.heappop(self._pushes)
         tensor = self._tensors[number]
-        self._store.start_push(key, part, partial(self._pushed, tensor, key, part), -number)
+        pushed = partial(self._pushed, tensor, key, part)
+        self._store.start_push(key, part, self._unless_failed(pushed), -number)
 
-    def _pushed(
-        self, tensor: _P3Tensor, key: str, part: torch.Tensor, error: BaseException | None
-    ) -> None:
-        if error is not None:
-            self._fail(error)
-            return
+    def _pushed(self, tensor: _P3Tensor, key: str, part: torch.Tensor) -> None:
         with self._lock:
             self._free += 1
-        self._store.start_pull(key, part, partial(self._pulled, tensor), -tensor.number)
+        pulled = partial(self._pulled, tensor)
+        self._store.start_pull(key, part, self._unless_failed(pulled), -tensor.number)
         self._push_next()
 
-    def _pulled(self, tensor: _P3Tensor, error: BaseException | None) -> None:
-        if error is not None:
-            self._fail(error)
-            return
+    def _pulled(self, tensor: _P3Tensor) -> None:
         tensor.missing -= 1
         if not tensor.missing:
             self._complete.put(tensor)
+
+    def _unless_failed(self, then: Callable[[], None]) -> Callable[[BaseException | None], None]:
+        return lambda error: then() if error is None else self._fail(error)
 
     def _update(self) -> None:
         while (tensor := self._complete.get()) is not None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from typing import Any, TypeVar
 
 import torch
@@ -48,12 +49,8 @@ class ComputeTimes:
 
     def work(self) -> list[Gradient]:
         """The gradients as `bytesched.link.bound` wants them."""
-        return [
-            Gradient(release_s, max(0.0, self.forward_s - first_use_s), nbytes)
-            for release_s, first_use_s, nbytes in zip(
-                self.release_s, self.first_use_s, self.nbytes, strict=True
-            )
-        ]
+        each = zip(self.release_s, self.first_use_s, self.nbytes, strict=True)
+        return [Gradient(ready, max(0.0, self.forward_s - use), size) for ready, use, size in each]
 
 
 class Traffic:
@@ -70,7 +67,7 @@ class Traffic:
         self._works: list[Any] = []
 
     def start(self) -> None:
-        """Queue the bytes of one iteration when nothing is on the link; one piece after another."""
+        """Queue the bytes of one iteration when nothing is on the link."""
         self.finish()
         for piece in range(self._pieces):
             buffer = self._buffers[piece % TRAFFIC_DEPTH]
@@ -99,14 +96,14 @@ def measure_compute(
     used_at: dict[str, float] = {}
     ready_at: dict[str, float] = {}
 
-    def stamp(name: str, *_: Any) -> None:
-        ready_at.setdefault(name, time.perf_counter())
+    def stamp(moments: dict[str, float], name: str, *_: Any) -> None:
+        moments.setdefault(name, time.perf_counter())
 
     samples = []
     with ExitStack() as hooks:
-        _watch_calls(hooks, model, lambda name, _: used_at.setdefault(name, time.perf_counter()))
+        _watch_calls(hooks, model, partial(stamp, used_at))
         for name, parameter in parameters.items():
-            handle = parameter.register_post_accumulate_grad_hook(partial(stamp, name))
+            handle = parameter.register_post_accumulate_grad_hook(partial(stamp, ready_at, name))
             hooks.callback(handle.remove)
         for step in range(iterations + 1):
             used_at.clear()
@@ -150,36 +147,30 @@ def measure_update(model: nn.Module, optimizer: torch.optim.Optimizer, iteration
 
 def record_profile(name: str, workload: Workload, times: ComputeTimes) -> Profile:
     """The measured model as a chain of layers, in the order of first use."""
-    release_of = dict(zip(dict(workload.model.named_parameters()), times.release_s, strict=True))
-    use_of = dict(zip(release_of, times.first_use_s, strict=True))
-    owned: dict[str, list[str]] = {}
-    for parameter in release_of:
-        owned.setdefault(parameter.rpartition(".")[0], []).append(parameter)
-    order = sorted(owned, key=lambda module: min(use_of[name] for name in owned[module]))
-    starts = [min(use_of[name] for name in owned[module]) for module in order]
-    ends = [*starts[1:], times.forward_s]
-    starts[0] = 0.0
-    released = [max(release_of[name] for name in owned[module]) for module in order]
+    parameters = dict(workload.model.named_parameters())
+    owned: dict[str, list[int]] = {}
+    for index, parameter in enumerate(parameters):
+        owned.setdefault(parameter.rpartition(".")[0], []).append(index)
+    used_s = {module: min(times.first_use_s[n] for n in own) for module, own in owned.items()}
+    order = sorted(owned, key=used_s.__getitem__)
+    starts_s = [0.0, *(used_s[module] for module in order[1:]), times.forward_s]
+    released_s = [max(times.release_s[n] for n in owned[module]) for module in order]
     # The medians of two gradients that come together can be out of order.
-    for index in range(len(released) - 2, -1, -1):
-        released[index] = max(released[index], released[index + 1])
-    before = [*released[1:], 0.0]
-    released[0] = times.backward_s
-    shapes = {name: tuple(p.shape) for name, p in workload.model.named_parameters()}
+    released_s = list(accumulate(reversed(released_s), max))[::-1]
+    ends_s = [times.backward_s, *released_s[1:], 0.0]
+    shapes = [tuple(parameter.shape) for parameter in parameters.values()]
     batch, read_bytes = _read_bytes(workload)
     # What a layer hands on is what the next one reads; the last one's is small.
     output_bytes = [_nearest(module, read_bytes, 0) for module in order[1:]] + [0]
     layers = tuple(
         LayerProfile(
             module or "model",
-            1e3 * max(0.0, end - start),
-            1e3 * max(0.0, release - earlier),
-            tuple(shapes[name] for name in owned[module]),
-            nbytes,
+            1e3 * max(0.0, starts_s[n + 1] - starts_s[n]),
+            1e3 * max(0.0, ends_s[n] - ends_s[n + 1]),
+            tuple(shapes[index] for index in owned[module]),
+            output_bytes[n],
         )
-        for module, start, end, release, earlier, nbytes in zip(
-            order, starts, ends, released, before, output_bytes, strict=True
-        )
+        for n, module in enumerate(order)
     )
     return Profile(name, f"Recorded from {name}, one CPU core.", layers, batch)
 
@@ -210,15 +201,12 @@ def _read_bytes(workload: Workload) -> tuple[int, dict[str, int]]:
 
 
 def _watch_calls(
-    hooks: ExitStack, model: nn.Module, note: Callable[[str, tuple[object, ...]], object]
+    hooks: ExitStack, model: nn.Module, note: Callable[[str, tuple[object, ...]], None]
 ) -> None:
     """Has `note` called with the name and the arguments of each module that is called."""
-
-    def hook(name: str, _: nn.Module, args: tuple[object, ...]) -> None:
-        note(name, args)
-
     for name, module in model.named_modules():
-        hooks.callback(module.register_forward_pre_hook(partial(hook, name)).remove)
+        hook = module.register_forward_pre_hook(lambda _, args, name=name: note(name, args))
+        hooks.callback(hook.remove)
 
 
 def _nearest(module: str, found: Mapping[str, NumberT], default: NumberT) -> NumberT:

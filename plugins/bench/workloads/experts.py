@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from bytesched import urgency
 from bytesched.bench.profile import ELEMENT_BYTES, LayerProfile
+from bytesched.urgency import urgent
 
 from ...exchanges.peers import Peers, Transfer
-
-__all__ = ["EmulatedExperts", "Exchanges", "InPieces", "Pass"]
 
 #: computes this share of a layer
 Pass = Callable[[float], None]
@@ -64,12 +63,8 @@ class Exchanges:
         began_s = time.perf_counter()
         sent, received = self._buffers_for(nbytes, x.numel())
         sent[:, : x.numel()] = x
-        section = urgency.begin("all-to-all") if self._is_urgent else None
-        try:
+        with urgent("all-to-all") if self._is_urgent else nullcontext():
             dist.all_to_all_single(received, sent, group=self._group)
-        finally:
-            if section is not None:
-                section.end()
         self.taken_ms.append(1e3 * (time.perf_counter() - began_s))
         return (x + received[:, : x.numel()].mean(0)) / 2
 

@@ -10,9 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from .models import CLASSES, GPT, Block, Bottleneck, NextToken, bottlenecks
-
-__all__ = ["GpuWorkload", "gpu_workload"]
+from .models import CLASSES, GPT, Block, Bottleneck, bottlenecks
 
 _BATCHES: Final = 4
 
@@ -58,7 +56,7 @@ class GpuWorkload:
 
 def _gpt(is_small: bool) -> nn.Module:
     """98 M parameters, unless it is small."""
-    return NextToken(GPT(64, 16, 32, 2, 2) if is_small else GPT(8192, 1024, 768, 12, 12))
+    return GPT(64, 16, 32, 2, 2) if is_small else GPT(8192, 1024, 768, 12, 12)
 
 
 def _conv(is_small: bool) -> nn.Module:

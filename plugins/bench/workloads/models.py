@@ -61,7 +61,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A decoder-only transformer over a small vocabulary."""
+    """A decoder-only transformer whose forward is its loss: a wrapper sees the whole of it."""
 
     def __init__(self, vocabulary: int, length: int, width: int, depth: int, heads: int) -> None:
         super().__init__()
@@ -72,27 +72,11 @@ class GPT(nn.Module):
         self.head = nn.Linear(width, vocabulary, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Logits of the token that follows each token."""
-        places = torch.arange(tokens.shape[1], device=tokens.device)
-        return self.head(self.norm(self.blocks(self.tokens(tokens) + self.positions(places))))  # type: ignore[no-any-return]
-
-    def loss(self, tokens: Tensor) -> Tensor:
         """Mean cross entropy of predicting each token from those before it."""
-        logits = self(tokens[:, :-1])
-        return functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
-
-
-class NextToken(nn.Module):
-    """A GPT whose forward is its loss, so that a data-parallel wrapper sees the whole of it."""
-
-    def __init__(self, gpt: GPT) -> None:
-        super().__init__()
-        self.gpt = gpt
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Mean cross entropy of predicting each token from those before it."""
-        loss: Tensor = self.gpt.loss(tokens)
-        return loss
+        seen = tokens[:, :-1]
+        places = torch.arange(seen.shape[1], device=tokens.device)
+        x = self.norm(self.blocks(self.tokens(seen) + self.positions(places)))
+        return functional.cross_entropy(self.head(x).flatten(0, 1), tokens[:, 1:].flatten())
 
 
 def vgg() -> nn.Sequential:
@@ -153,31 +137,26 @@ def bottlenecks(channels: int, stages: Iterable[tuple[int, int, int]]) -> list[n
     return [*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, CLASSES)]
 
 
-@lru_cache(maxsize=BATCHES)
-def _token_batch(batch: int, seed: int) -> Tensor:
+@lru_cache(maxsize=2 * BATCHES)
+def _drawn(batch: int, seed: int, *, of_images: bool) -> tuple[Tensor, ...]:
+    """A batch of tokens, or of images and their labels."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(VOCABULARY, (batch, LENGTH + 1), generator=generator)
-
-
-@lru_cache(maxsize=BATCHES)
-def _image_batch(batch: int, seed: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
+    if not of_images:
+        return (torch.randint(VOCABULARY, (batch, LENGTH + 1), generator=generator),)
     images = torch.randn(batch, 3, IMAGE_SIZE, IMAGE_SIZE, generator=generator)
     return images, torch.randint(CLASSES, (batch,), generator=generator)
 
 
-def _gpt_workload(batch: int) -> Workload:
-    model = NextToken(GPT(VOCABULARY, LENGTH, width=320, depth=8, heads=5))
-
+def _gpt(batch: int) -> Workload:
     def loss(module: nn.Module, seed: int) -> Tensor:
-        return module(_token_batch(batch, seed % BATCHES))  # type: ignore[no-any-return]
+        return module(*_drawn(batch, seed % BATCHES, of_images=False))  # type: ignore[no-any-return]
 
-    return Workload(model, loss)
+    return Workload(GPT(VOCABULARY, LENGTH, width=320, depth=8, heads=5), loss)
 
 
-def _image_workload(model: nn.Module, batch: int) -> Workload:
+def _of_images(model: nn.Module, batch: int) -> Workload:
     def loss(module: nn.Module, seed: int) -> Tensor:
-        images, labels = _image_batch(batch, seed % BATCHES)
+        images, labels = _drawn(batch, seed % BATCHES, of_images=True)
         return functional.cross_entropy(module(images), labels)
 
     return Workload(model, loss)
@@ -185,9 +164,9 @@ def _image_workload(model: nn.Module, batch: int) -> Workload:
 
 #: Each real model by name: how to build it for a batch size, and the batch size by default.
 REAL: dict[str, tuple[Callable[[int], Workload], int]] = {
-    "gpt": (_gpt_workload, 9),
-    "vgg": (lambda batch: _image_workload(vgg(), batch), 192),
-    "resnet": (lambda batch: _image_workload(resnet(), batch), 24),
+    "gpt": (_gpt, 9),
+    "vgg": (lambda batch: _of_images(vgg(), batch), 192),
+    "resnet": (lambda batch: _of_images(resnet(), batch), 24),
 }
 
 

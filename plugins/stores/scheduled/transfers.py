@@ -136,8 +136,6 @@ class Transfers:
         self._wait_ns[str(slot.key)] += now_ns - began_ns
         if self._observers:
             self._observers.on_span("wait", str(slot.key), began_ns, now_ns)
-            for chunk in slot.chunks:
-                self._observers.on_flow("f", chunk.pull_task.index, "wait", now_ns)
 
     def wait_pushed(self) -> None:
         """Returns when every push has ended."""

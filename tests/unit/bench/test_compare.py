@@ -105,7 +105,7 @@ def test_times_are_compared_beside_the_same_peer() -> None:
     assert change.figure == "time, as a multiple of ddp's"
     del old["systems"]["ddp"]
     with pytest.raises(ConfigError, match="time of bytesched: they have no peer of it in"):
-        changes(old, new)
+        list(changes(old, new))
 
 
 def test_what_only_the_old_result_has_is_not_compared() -> None:

@@ -8,7 +8,7 @@ from bytesched.bench.arguments import bench_parser
 from bytesched.bench.specification import Specification, specification
 from bytesched.bench.systems import SYSTEMS
 from bytesched.environment import RankView
-from bytesched.plugins.bench.course import estimate, first_round
+from bytesched.plugins.bench.worker import estimate, first_round
 
 
 def asked_for(arguments: str) -> Specification:

@@ -6,10 +6,12 @@ import importlib.util
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from bench_results import bench_result
 from torch import nn
 
 from bytesched.bench.table import add_figures, opponents, table
@@ -79,30 +81,8 @@ def test_the_narrowest_link(workers: int, servers: int, expected: float) -> None
 
 
 def test_figures_of_servers() -> None:
-    def rounds(median_ms: float) -> dict[str, Any]:
-        turn = {"iteration_ms": [median_ms], "cpu_ms": 3.0, "losses": [[1.0]], "stats": {}}
-        return {"rounds": [turn | {"weights": ["a", "a"]}]}
-
-    times_ms = {"kv-plain": 300.0, "kv-p3": 200.0, "bytesched-kv:updates=1": 160.0}
-    result: dict[str, Any] = {
-        "workload": "tiny",
-        "network": "loopback",
-        "emulated": True,
-        "world_size": 2,
-        "servers": 1,
-        "gradient_bytes_per_s": 95e6,
-        "nominal_bytes_per_s": 100e6,
-        "compute": {
-            "model_bytes": 10**7,
-            "tensors": 3,
-            "compute_ms": 80.0,
-            "compute_alone_ms": 80.0,
-            "communication_ms": 105.0,
-            "optimum_ms": 120.0,
-            "update_ms": 4.0,
-        },
-        "systems": {name: rounds(median_ms) for name, median_ms in times_ms.items()},
-    }
+    times_ms = {"kv-plain": [300.0], "kv-p3": [200.0], "bytesched-kv:updates=1": [160.0]}
+    result = bench_result(times_ms, servers=1, nominal_bytes_per_s=100e6)
     add_figures(result)
     assert opponents("bytesched-kv:updates=1", result["systems"]) == ("kv-plain", "kv-p3")
     ours = result["systems"]["bytesched-kv:updates=1"]["figures"]
@@ -113,6 +93,10 @@ def test_figures_of_servers() -> None:
     text = table(result)
     assert "duplex" in text
     assert "bus MB/s" not in text
+
+
+def spec_of(timeout_s: float) -> Any:
+    return SimpleNamespace(optimizer="sgd", servers=1, timeout_s=timeout_s)
 
 
 class _Held:
@@ -146,7 +130,7 @@ def test_p3_sends_one_slice_at_a_time_first_layer_first_and_updates_as_sgd_does(
     plain = torch.optim.SGD(reference.parameters(), lr=1e-2, momentum=0.9, fused=True)
     store = _Held()
     options = {"slice": "10"}
-    running = set_up_store("kv-p3", options, model, "sgd", store, servers=1, timeout_s=100.0)
+    running = set_up_store("kv-p3", options, model, spec_of(100.0), store)
     for _ in range(2):
         running.optimizer.zero_grad()
         model(inputs).square().sum().backward()
@@ -173,7 +157,7 @@ def test_p3_sends_one_slice_at_a_time_first_layer_first_and_updates_as_sgd_does(
 def test_p3_tells_whoever_waits_what_went_wrong() -> None:
     model, inputs = a_chain()
     store = _Held()
-    running = set_up_store("kv-p3", {}, model, "sgd", store, servers=1, timeout_s=100.0)
+    running = set_up_store("kv-p3", {}, model, spec_of(100.0), store)
     model(inputs).sum().backward()
     running.optimizer.step()
     store.pushes.pop()[1](RuntimeError("no server"))
@@ -184,7 +168,7 @@ def test_p3_tells_whoever_waits_what_went_wrong() -> None:
 def test_the_plain_system_pushes_in_backward_and_waits_for_all_in_step() -> None:
     model, inputs = a_chain()
     store = _Held()
-    running = set_up_store("kv-plain", {}, model, "sgd", store, servers=1, timeout_s=0.1)
+    running = set_up_store("kv-plain", {}, model, spec_of(0.1), store)
     model(inputs).sum().backward()
     pushed = [key for key, _ in store.pushes]
     assert pushed[-1] == "0.weight/0"

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bytesched.bench.sharing import LEAST_ITERATIONS, common_rates
+from bytesched.lab.ranks import BenchError
 
 
 @given(
@@ -36,5 +37,5 @@ def test_each_job_has_its_own_pace() -> None:
 
 @pytest.mark.parametrize("other", [[0.0, 10.0, 20.0, 30.0], [4.0, 5.0, 6.0, 7.0]])
 def test_too_few_iterations_together_are_said(other: list[float]) -> None:
-    with pytest.raises(ValueError, match=r"job [25] had .* paces differ too much"):
+    with pytest.raises(BenchError, match=r"job [25] had .* paces differ too much"):
         common_rates({2: [0.0, 1.0, 2.0, 3.0], 5: other})

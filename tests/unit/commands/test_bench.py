@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from bench_results import bench_result
 from tiny import TINY
 from torch import nn
 
@@ -312,43 +313,11 @@ def test_compute_times_of_a_chain_and_its_profile() -> None:
 
 
 def a_result() -> dict[str, Any]:
-    def rounds(*medians: float, loss: float = 2.0) -> dict[str, Any]:
-        return {
-            "rounds": [
-                {
-                    "iteration_ms": [median - 1, median, median + 1],
-                    "cpu_ms": 30.0,
-                    "losses": [[3.0, loss], [3.5, 2.5]],
-                    "weights": ["a", "a"],
-                    "stats": {},
-                }
-                for median in medians
-            ]
-        }
-
-    return {
-        "workload": "tiny",
-        "network": "loopback",
-        "emulated": True,
-        "world_size": 2,
-        "gradient_bytes_per_s": 100e6,
-        "compute": {
-            "model_bytes": 10**7,
-            "tensors": 3,
-            "compute_ms": 80.0,
-            "compute_alone_ms": 81.0,
-            "communication_ms": 100.0,
-            "optimum_ms": 120.0,
-            "sharded_optimum_ms": 136.0,
-            "update_ms": 4.0,
-        },
-        "systems": {
-            "ddp": rounds(200, 220),
-            "ddp-best": rounds(160, 176),
-            "bytesched": rounds(128, 144),
-            "fsdp2": rounds(240, 264, loss=2.0002),
-        },
-    }
+    times_ms = {"ddp": (200, 220), "ddp-best": (160, 176), "bytesched": (128, 144)}
+    result = bench_result(times_ms | {"fsdp2": (240, 264)})
+    for turn in result["systems"]["fsdp2"]["rounds"]:
+        turn["losses"] = [[3.0, 2.0002], [3.5, 2.5]]
+    return result
 
 
 def test_figures_compare_within_rounds() -> None:

@@ -10,11 +10,11 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+from loopback import Loopback
 from looped import TIMEOUT_S, Training
 from torch import nn
 
 from bytesched.plugins.figures.meter import Moment
-from bytesched.testing import Loopback
 
 STEPS = 4
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import socket
 from pathlib import Path
 
@@ -25,7 +26,7 @@ def test_no_connection_is_given_a_port_before_its_service_is_there() -> None:
 def test_a_port_that_something_listens_on_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server((LOOPBACK, free_port())) as taken:
         drawn = iter([taken.getsockname()[1], free := free_port()])
-        monkeypatch.setattr(ports, "_drawn", lambda: next(drawn))
+        monkeypatch.setattr(random.SystemRandom, "randrange", lambda *_: next(drawn))
         assert free_port() == free
 
 

@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from loopback import Loopback
 from torch import Tensor, nn
-
-from bytesched.testing import Loopback
 
 
 def convolutions() -> nn.Sequential:

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from loopback import Loopback
 from looped import SMALL, TIMEOUT_S, Training, check_equal, inputs, mlp, sgd, weights
 from torch import Tensor
 
 from bytesched.errors import PeerLost, PluginError, TransportError, UnusedParameterError
 from bytesched.plugins.proxies.pending import is_held
-from bytesched.testing import Loopback
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from loopback import Loopback
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from bytesched.errors import PluginError
-from bytesched.testing import Loopback
 
 
 @pytest.fixture

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from loopback import Loopback
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from bytesched.errors import PeerLost, SchedulerTimeout, TransportError
 from bytesched.plugins.planned.hooked_session import HookedSession
-from bytesched.testing import Loopback
 
 STEPS = 6
 #: far below the size of one layer, so that every layer is cut

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from loopback import Loopback
 from looped import TIMEOUT_S, Training, check_equal, inputs
 
 from bytesched.plugins.proxies.pending import is_held
-from bytesched.testing import Loopback
 
 
 class Later:

@@ -15,8 +15,7 @@ import pytest
 from bytesched import cli
 from bytesched.bench.picture import draw_bench
 from bytesched.errors import PluginError
-from bytesched.report.iteration import draw_iteration
-from bytesched.report.iteration_view import IterationView, view_iteration
+from bytesched.report.iteration import IterationView, draw_iteration, view_iteration
 from bytesched.report.ranks import draw_ranks
 from bytesched.trace.reading import Span, Trace, read_traces
 from bytesched.trace.timeline import Timeline

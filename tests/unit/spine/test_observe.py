@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 
@@ -21,9 +21,6 @@ class Recorder(Observer):
     ) -> None:
         self.calls.append(("span", track, name, start_ns, end_ns, args))
 
-    def on_flow(self, phase: Literal["s", "t", "f"], flow_id: int, track: str, at_ns: int) -> None:
-        self.calls.append(("flow", phase, flow_id, track, at_ns))
-
     def on_step(self, step: int, at_ns: int) -> None:
         self.calls.append(("step", step, at_ns))
 
@@ -40,14 +37,12 @@ class Raising(Recorder):
 def tell_all(observers: Observers) -> None:
     observers.on_span("send", "t0", 1, 2, {"bytes": 3})
     observers.on_span("wait", "layer", 1, 2)
-    observers.on_flow("s", 7, "backward", 4)
     observers.on_step(5, 6)
 
 
 ALL_CALLS = [
     ("span", "send", "t0", 1, 2, {"bytes": 3}),
     ("span", "wait", "layer", 1, 2, None),
-    ("flow", "s", 7, "backward", 4),
     ("step", 5, 6),
 ]
 

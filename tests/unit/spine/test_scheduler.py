@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 from plans import planned
@@ -91,15 +91,11 @@ def test_what_is_ready_starts_in_the_order_that_was_given(build: Build) -> None:
 class Recorder(Observer):
     def __init__(self) -> None:
         self.spans: list[tuple[str, str, int, int, dict[str, Any] | None]] = []
-        self.flows: list[tuple[str, int, str, int]] = []
 
     def on_span(
         self, track: str, name: str, start_ns: int, end_ns: int, args: dict[str, Any] | None = None
     ) -> None:
         self.spans.append((track, name, start_ns, end_ns, args))
-
-    def on_flow(self, phase: Literal["s", "t", "f"], flow_id: int, track: str, at_ns: int) -> None:
-        self.flows.append((phase, flow_id, track, at_ns))
 
 
 class Raising(Observer):
@@ -128,7 +124,6 @@ def test_observers_see_queue_and_send_of_every_task(build: Build) -> None:
         assert all(args is not None and "chunk" in args for *_, args in seen)
     sends = [(start, end) for track, _, start, end, _ in recorder.spans if track == "send"]
     assert all(end <= start for (_, end), (start, _) in itertools.pairwise(sends))
-    assert [flow[:3] for flow in recorder.flows] == [("t", index, "send") for index in (0, 1, 2)]
 
 
 def test_an_observer_that_raises_is_removed_and_harms_nothing(build: Build) -> None:

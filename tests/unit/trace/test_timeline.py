@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,14 @@ from bytesched.commands.report import main
 from bytesched.errors import ConfigError
 from bytesched.observe import Observers
 from bytesched.trace.file import TraceFile, load_events
-from bytesched.trace.intervals import covered, subtract, union
-from bytesched.trace.lanes import Track
-from bytesched.trace.reading import ANCHOR, merge_traces, read_traces
+from bytesched.trace.reading import (
+    ANCHOR,
+    covered,
+    merge_traces,
+    read_traces,
+    subtract,
+    union,
+)
 from bytesched.trace.timeline import Timeline
 
 MS = 1_000_000
@@ -44,12 +50,9 @@ def record_iteration(timeline: Timeline, step: int, start_ns: int, *, crossing: 
     timeline.on_span("backward", "backward", start_ns + 10 * MS, start_ns + 30 * MS)
     for chunk in (1, 0):
         ready_ns = start_ns + (20 if chunk else 30) * MS
-        timeline.on_flow("s", chunk, "queue", ready_ns)
         timeline.on_span("queue", f"layer{chunk}", ready_ns, ready_ns + MS, {"chunk": chunk})
-        timeline.on_flow("t", chunk, "send", ready_ns + MS)
         args = {"chunk": chunk, "bytes": 1000}
         timeline.on_span("send", f"layer{chunk}", ready_ns + MS, ready_ns + 20 * MS, args)
-        timeline.on_flow("f", chunk, "wait", ready_ns + 20 * MS)
     timeline.on_step(step, start_ns + (30 if crossing else 50) * MS)
 
 
@@ -83,7 +86,7 @@ def test_process_and_threads_are_named_and_sorted(tmp_path: Path) -> None:
     }
     assert sorted(names, key=order.__getitem__) == sorted(names)
     in_order = [names[tid] for tid in sorted(names)]
-    assert in_order == ["forward", "backward", "queue", "send", "send 2", "wait"]
+    assert in_order == ["forward", "backward", "queue", "send", "send 2"]
     assert {event["tid"] for event in slices(events, "send")} <= names.keys()
 
 
@@ -109,7 +112,7 @@ def test_times_are_exact_to_the_nanosecond(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_slices_of_a_thread_are_apart_or_nested(tmp_path: Path, seed: int) -> None:
+def test_slices_of_a_thread_are_apart(tmp_path: Path, seed: int) -> None:
     timeline = Timeline(tmp_path)
     chance = random.Random(seed)
     at_ns = time.perf_counter_ns()
@@ -128,103 +131,17 @@ def test_slices_of_a_thread_are_apart_or_nested(tmp_path: Path, seed: int) -> No
         by_thread.setdefault(event["tid"], []).append((start, end))
     assert len(by_thread) > 1
     for spans in by_thread.values():
-        open_ends: list[int] = []
-        for start, end in sorted(spans, key=lambda span: (span[0], -span[1])):
-            while open_ends and open_ends[-1] <= start:
-                open_ends.pop()
-            assert not open_ends or end <= open_ends[-1]
-            open_ends.append(end)
+        assert all(end <= start for (_, end), (start, _) in pairwise(sorted(spans)))
 
 
-def test_lanes_are_used_again() -> None:
-    track = Track()
+def test_lanes_are_used_again(tmp_path: Path) -> None:
+    timeline = Timeline(tmp_path)
     for round_ in range(50):
-        track.begin_batch()
-        assert [track.place(round_ * 100 + at, round_ * 100 + at + 30) for at in (0, 10, 20)] == [
-            0,
-            1,
-            2,
-        ]
-
-
-def test_nested_spans_share_a_lane() -> None:
-    track = Track()
-    assert [track.place(0, 100), track.place(10, 50), track.place(20, 30)] == [0, 0, 0]
-    assert track.place(40, 60) == 1
-    assert track.place(50, 90) == 0
-
-
-def tied_slice(events: list[dict[str, Any]], flow: dict[str, Any]) -> dict[str, Any]:
-    """Return the slice that a viewer ties an arrow's end to."""
-    covering = [
-        event
-        for event in events
-        if event["ph"] == "X"
-        and event["tid"] == flow["tid"]
-        and event["ts"] <= flow["ts"] < event["ts"] + event["dur"]
-    ]
-    assert covering, f"no slice around {flow}"
-    return max(covering, key=lambda event: event["ts"])
-
-
-def test_each_arrow_joins_ready_send_and_first_use_of_one_task(tmp_path: Path) -> None:
-    timeline = Timeline(tmp_path, rank=1)
-    start_ns = time.perf_counter_ns()
-    for step in range(6):
-        record_iteration(timeline, step, start_ns + step * 60 * MS, crossing=False)
+        for at_ns in (0, 10, 20):
+            timeline.on_span("send", "a", 100 * round_ + at_ns, 100 * round_ + at_ns + 30)
+        timeline.on_step(round_, 100 * round_ + 60)
     timeline.close()
-    events = events_of(timeline)
-    arrows: dict[str, list[dict[str, Any]]] = {}
-    for event in events:
-        if event["ph"] in "stf":
-            arrows.setdefault(event["id"], []).append(event)
-    assert len(arrows) == 12, "a task is sent once per step, so chunk x step arrows"
-    for arrow in arrows.values():
-        arrow.sort(key=lambda event: float(event["ts"]))
-        assert [event["ph"] for event in arrow] == ["s", "t", "f"]
-        queued, sent, used = (tied_slice(events, event) for event in arrow)
-        assert (queued["cat"], sent["cat"], used["cat"]) == ("queue", "send", "wait")
-        assert queued["args"]["chunk"] == sent["args"]["chunk"]
-        assert used["name"] == "first use"
-
-
-def test_arrow_finds_its_own_task_among_overlapping_sends(tmp_path: Path) -> None:
-    timeline = Timeline(tmp_path)
-    start_ns = time.perf_counter_ns()
-    for chunk in range(8):
-        timeline.on_flow("t", chunk, "send", start_ns + MS + chunk)
-    for chunk in range(8):
-        begin_ns = start_ns + chunk * 1000
-        timeline.on_span("send", f"c{chunk}", begin_ns, begin_ns + 5 * MS, {"chunk": chunk})
-    timeline.close()
-    events = events_of(timeline)
-    flows = [event for event in events if event["ph"] == "t"]
-    assert [tied_slice(events, flow)["args"]["chunk"] for flow in flows] == list(range(8))
-
-
-def test_arrow_at_the_end_of_a_wait_is_tied_to_it(tmp_path: Path) -> None:
-    timeline = Timeline(tmp_path)
-    end_ns = time.perf_counter_ns()
-    timeline.on_span("wait", "layer0", end_ns - MS, end_ns)
-    timeline.on_flow("f", 0, "wait", end_ns)
-    timeline.close()
-    events = events_of(timeline)
-    (flow,) = [event for event in events if event["ph"] == "f"]
-    assert tied_slice(events, flow)["name"] == "layer0"
-
-
-def test_arrow_waits_for_a_span_that_ends_after_the_step(tmp_path: Path) -> None:
-    timeline = Timeline(tmp_path)
-    start_ns = time.perf_counter_ns()
-    timeline.on_flow("t", 5, "send", start_ns)
-    timeline.on_step(0, start_ns + MS)
-    assert not [event for event in events_of(timeline) if event["ph"] == "t"]
-    timeline.on_span("send", "late", start_ns, start_ns + 2 * MS, {"chunk": 5})
-    timeline.on_step(1, start_ns + 3 * MS)
-    events = events_of(timeline)
-    (flow,) = [event for event in events if event["ph"] == "t"]
-    assert tied_slice(events, flow)["name"] == "late"
-    timeline.close()
+    assert len({event["tid"] for event in slices(events_of(timeline), "send")}) == 3
 
 
 def test_arguments_that_json_does_not_know_are_written_as_text(tmp_path: Path) -> None:
@@ -257,7 +174,6 @@ def test_hooks_from_many_threads_lose_nothing(tmp_path: Path) -> None:
         go.wait()
         for chunk in range(spans):
             now_ns = time.perf_counter_ns()
-            timeline.on_flow("s", index * spans + chunk, "queue", now_ns)
             timeline.on_span("queue", f"{index}.{chunk}", now_ns, now_ns + 10)
 
     workers = [threading.Thread(target=record, args=(index,)) for index in range(threads)]
@@ -272,7 +188,6 @@ def test_hooks_from_many_threads_lose_nothing(tmp_path: Path) -> None:
     events = events_of(timeline)
     names = [event["name"] for event in slices(events, "queue") if "." in event["name"]]
     assert len(names) == len(set(names)) == threads * spans
-    assert len([event for event in events if event["ph"] == "s"]) == threads * spans
 
 
 def test_a_hook_makes_few_calls_and_a_step_one_write(
@@ -291,10 +206,9 @@ def test_a_hook_makes_few_calls_and_a_step_one_write(
     sys.setprofile(lambda frame, event, arg: calls.append(event) if "call" in event else None)
     try:
         timeline.on_span("send", "a", 1, 2, {"chunk": 1})
-        timeline.on_flow("s", 1, "queue", 1)
     finally:
         sys.setprofile(None)
-    assert len(calls) <= 2 * 5 + 1, "the hook, two len, the record and the append"
+    assert len(calls) <= 5 + 1, "the hook, two len, the record and the append"
     assert not writes
     for chunk in range(300):
         timeline.on_span("send", "a", chunk * 10, chunk * 10 + 5, {"chunk": chunk})
@@ -409,7 +323,6 @@ def test_it_is_an_observer(tmp_path: Path) -> None:
     timeline = Timeline(tmp_path)
     observers = Observers([timeline])
     observers.on_span("send", "a", 1, 2)
-    observers.on_flow("t", 0, "send", 1)
     observers.on_step(0, 3)
     observers.close()
     assert len(slices(events_of(timeline), "send")) == 1
@@ -422,7 +335,6 @@ timeline = Timeline(sys.argv[1], rank=0)
 for step in range(10**9):
     for chunk in range(300):
         now_ns = time.perf_counter_ns()
-        timeline.on_flow("s", chunk, "queue", now_ns)
         timeline.on_span("queue", "layer%d" % chunk, now_ns, now_ns + 500, {"chunk": chunk})
     timeline.on_step(step, time.perf_counter_ns())
     print(step, flush=True)
@@ -500,9 +412,6 @@ def test_merge_puts_ranks_on_one_clock(two_ranks: Path, capsys: pytest.CaptureFi
         for before, after in zip(alone, shifted, strict=True):
             if "ts" in before:
                 assert after["ts"] - before["ts"] == pytest.approx(20_000 * rank, abs=0.01)
-    ids = [{e["id"] for e in merged if "id" in e and e["pid"] == rank} for rank in (0, 1)]
-    assert ids[0]
-    assert not ids[0] & ids[1]
 
 
 def test_merge_names_and_skips_what_is_no_trace(

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from loopback import Loopback
 from looped import SMALL, Training, check_equal, inputs, mlp, sgd
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from bytesched.plugins.proxies.pending import is_held
-from bytesched.testing import Loopback
 
 
 def adamw(model: nn.Module) -> Optimizer:

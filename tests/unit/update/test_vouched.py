@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from loopback import Loopback
 from looped import Training, check_equal, inputs, weights
 from torch import nn
 from torch.optim import SGD, Optimizer
@@ -14,7 +15,6 @@ import bytesched
 from bytesched.errors import PluginError
 from bytesched.plugins.proxies.pending import is_held
 from bytesched.plugins.update.stepping import why_now
-from bytesched.testing import Loopback
 
 
 @bytesched.separable

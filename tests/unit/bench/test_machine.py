@@ -1,12 +1,35 @@
-"""The share of the cores' time that others had."""
+"""What the kernel tells: memory that training takes, and the share of the cores that others had."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
+import torch
 
-from bytesched.plugins.bench.machine import core_times, stolen_share
+from bytesched.plugins.bench.machine import (
+    core_times,
+    peak_bytes,
+    reset_peak,
+    state_bytes,
+    stolen_share,
+)
+
+
+def test_a_peak_is_seen_after_it_is_over() -> None:
+    began = reset_peak()
+    size = 64 << 20
+    bytearray(size)[::4096] = b"x" * (size // 4096)
+    assert peak_bytes() - began >= size // 2
+
+
+def test_state_is_that_of_the_optimizer() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(10))
+    optimizer = torch.optim.SGD([parameter], lr=0.1, momentum=0.9)
+    assert state_bytes(optimizer) == 0
+    parameter.grad = torch.ones(10)
+    optimizer.step()
+    assert state_bytes(optimizer) == parameter.nbytes
 
 
 def test_the_share_is_of_the_time_in_which_there_was_something_to_do(tmp_path: Path) -> None:

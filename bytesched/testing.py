@@ -1,17 +1,32 @@
-"""The suite that every KVStore must pass, ours or another."""
+"""A suite for stores: what every `KVStore` must pass, ours or another.
+
+Inherit it in a test module and supply its factories; pytest and unittest find the ``test_``
+methods. Where there is no test runner, as inside a rank, `Contract.run_all` calls them.
+"""
 
 from __future__ import annotations
 
 from abc import abstractmethod
+from contextlib import closing
 from typing import Any
 
 from bytesched.errors import InvalidTransition, MismatchError, SchedulerClosed
 from bytesched.kvstore.protocol import Key, KVStore
-from bytesched.testing.transport_suite import Contract
 
-__all__ = ["KVStoreContract"]
+__all__ = ["Contract", "KVStoreContract"]
 
 _SIZE = 7
+
+
+class Contract:
+    """A class of ``test_`` methods, each on its own."""
+
+    def run_all(self) -> list[str]:
+        """Calls every ``test_`` method, in order of name, and returns the names."""
+        names = sorted(name for name in dir(self) if name.startswith("test_"))
+        for name in names:
+            getattr(self, name)()
+        return names
 
 
 class KVStoreContract(Contract):
@@ -37,17 +52,13 @@ class KVStoreContract(Contract):
         """Returns when the last pull of ``key`` has filled its array."""
 
     def test_init_takes_the_value_of_worker_0(self) -> None:
-        kv = self.store()
-        try:
+        with closing(self.store()) as kv:
             for key in ("weight", 3):
                 kv.init(key, self._array(kv.rank + 1))
                 assert self._pulled(kv, key) == [1.0] * _SIZE
-        finally:
-            kv.close()
 
     def test_a_step_is_the_sum_over_workers(self) -> None:
-        kv = self.store()
-        try:
+        with closing(self.store()) as kv:
             keys: list[Key] = ["a", "b", 7]
             for key in keys:
                 kv.init(key, self._array(0))
@@ -58,12 +69,9 @@ class KVStoreContract(Contract):
                 for index, key in enumerate(keys):
                     total = sum(range(workers)) + workers * (10 * index + step)
                     assert self._pulled(kv, key) == [total] * _SIZE, (key, step)
-        finally:
-            kv.close()
 
     def test_pushpull_fills_the_value_or_out(self) -> None:
-        kv = self.store()
-        try:
+        with closing(self.store()) as kv:
             kv.init("a", self._array(0))
             value, out = self._array(2), self._array(-1)
             kv.pushpull("a", value, out)
@@ -73,33 +81,24 @@ class KVStoreContract(Contract):
             kv.pushpull("a", value)
             self.wait(kv, "a")
             assert self.numbers(value) == [2.0 * kv.num_workers] * _SIZE
-        finally:
-            kv.close()
 
     def test_a_pushed_value_may_be_overwritten(self) -> None:
-        kv = self.store()
-        try:
+        with closing(self.store()) as kv:
             kv.init("a", self._array(0))
             value = self._array(1)
             kv.push("a", value)
             value[...] = self._array(99)
             assert self._pulled(kv, "a") == [float(kv.num_workers)] * _SIZE
-        finally:
-            kv.close()
 
     def test_a_pull_changes_nothing(self) -> None:
-        kv = self.store()
-        try:
+        with closing(self.store()) as kv:
             kv.init("a", self._array(5))
             kv.push("a", self._array(1))
             for _ in range(3):
                 assert self._pulled(kv, "a") == [float(kv.num_workers)] * _SIZE
-        finally:
-            kv.close()
 
     def test_misuse_is_named_and_leaves_the_store_working(self) -> None:
-        kv = self.store()
-        try:
+        with closing(self.store()) as kv:
             _raises(InvalidTransition, kv.push, "nobody", self._array(1))
             _raises(InvalidTransition, kv.pull, "nobody", self._array(1))
             kv.init("a", self._array(0))
@@ -109,25 +108,17 @@ class KVStoreContract(Contract):
             kv.push("a", self._array(1))
             _raises(InvalidTransition, kv.push, "a", self._array(1))
             assert self._pulled(kv, "a") == [float(kv.num_workers)] * _SIZE
-        finally:
-            kv.close()
 
     def test_workers_that_disagree_are_told(self) -> None:
-        kv = self.store()
-        try:
+        with closing(self.store()) as kv:
             if kv.num_workers > 1:
                 size = _SIZE if kv.rank == 0 else _SIZE + 1
                 _raises(MismatchError, kv.init, "a", self.array([1.0] * size))
-        finally:
-            kv.close()
 
     def test_a_barrier_lets_all_workers_pass(self) -> None:
-        kv = self.store()
-        try:
+        with closing(self.store()) as kv:
             for _ in range(3):
                 kv.barrier()
-        finally:
-            kv.close()
 
     def test_nothing_goes_after_close(self) -> None:
         kv = self.store()

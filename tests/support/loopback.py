@@ -16,15 +16,12 @@ from torch import nn
 from bytesched.config import Config
 from bytesched.errors import PeerLost, SchedulerTimeout
 from bytesched.observe import Observers
+from bytesched.plugins.planned.beginning import add_optimizer, slots_of, why_whole
+from bytesched.plugins.planned.bundles import Slot
+from bytesched.plugins.planned.hooked_session import HookedSession
+from bytesched.plugins.planned.wire import HOST
+from bytesched.plugins.proxies.passes import watch_passes
 from bytesched.tunable import Setting
-
-from .planned.beginning import add_optimizer, slots_of, why_whole
-from .planned.bundles import Slot
-from .planned.hooked_session import HookedSession
-from .planned.wire import HOST
-from .proxies.passes import watch_passes
-
-__all__ = ["Loopback", "LoopbackWire"]
 
 T = TypeVar("T")
 

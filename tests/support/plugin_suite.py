@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import get_type_hints
 
 from bytesched.figures import Figures
-from bytesched.testing.transport_suite import Contract
-
-__all__ = ["STATS", "PluginContract", "TrainingRun"]
 
 STATS: Mapping[str, type] = get_type_hints(Figures)
 """What `stats()` of every plugin has, and of which type."""
@@ -38,7 +36,7 @@ class TrainingRun:
     stats: Callable[[], Mapping[str, int | float | str]]
 
 
-class PluginContract(Contract):
+class PluginContract:
     """A wrapped run is the plain run, only faster. Supply `training`."""
 
     #: steps of a run; enough for a plugin to learn, to plan and to schedule
@@ -49,28 +47,21 @@ class PluginContract(Contract):
         raise NotImplementedError
 
     def test_every_step_equals_plain(self) -> None:
-        plain, wrapped = self._plain_and_wrapped()
-        try:
+        with self._plain_and_wrapped() as (plain, wrapped):
             for step in range(self.steps):
                 plain.step()
                 wrapped.step()
                 _check_equal(wrapped.state(), plain.state(), f"after step {step}")
-        finally:
-            wrapped.unwrap()
 
     def test_steps_without_a_look_between_equal_plain(self) -> None:
-        plain, wrapped = self._plain_and_wrapped()
-        try:
+        with self._plain_and_wrapped() as (plain, wrapped):
             for _ in range(self.steps):
                 plain.step()
                 wrapped.step()
             _check_equal(wrapped.state(), plain.state(), f"after {self.steps} steps")
-        finally:
-            wrapped.unwrap()
 
     def test_flush_is_idempotent(self) -> None:
-        plain, wrapped = self._plain_and_wrapped()
-        try:
+        with self._plain_and_wrapped() as (plain, wrapped):
             wrapped.flush()
             for step in range(self.steps):
                 plain.step()
@@ -79,8 +70,6 @@ class PluginContract(Contract):
                 _check_equal(wrapped.state(), plain.state(), f"flushed after step {step}")
                 wrapped.flush()
                 _check_equal(wrapped.state(), plain.state(), f"flushed twice after step {step}")
-        finally:
-            wrapped.unwrap()
 
     def test_unwrap_restores(self) -> None:
         plain, wrapped = self.training(), self.training()
@@ -111,11 +100,15 @@ class PluginContract(Contract):
         finally:
             wrapped.unwrap()
 
-    def _plain_and_wrapped(self) -> tuple[TrainingRun, TrainingRun]:
+    @contextmanager
+    def _plain_and_wrapped(self) -> Iterator[tuple[TrainingRun, TrainingRun]]:
         plain, wrapped = self.training(), self.training()
         _check_equal(wrapped.state(), plain.state(), "of two plain runs at their start")
         wrapped.wrap()
-        return plain, wrapped
+        try:
+            yield plain, wrapped
+        finally:
+            wrapped.unwrap()
 
     def _check_stats(self, stats: Mapping[str, int | float | str], *, steps: int) -> None:
         assert not (missing := STATS.keys() - stats.keys()), f"stats lack {sorted(missing)}"
