@@ -143,7 +143,7 @@ def _headline(case: Case, links: Links) -> list[str]:
     return [
         f"{profile.name}: {profile.nbytes / 1e6:.1f} MB of gradients in "
         f"{len(model.tensors())} tensors, compute {1e3 * profile.compute_s:.1f} ms"
-        f"{', clipped' if model.clip else ''}; {case.iterations} iterations"
+        f"{', clipped' if model.clip else ''}; {len(case.paces)} iterations"
         f"{f', jitter {100 * spread:.2g} %' if spread else ''}",
         f"{_link(case, links)}",
         f"assumed: an update of {1e3 * model.update_s(profile.nbytes):.1f} ms",

@@ -5,18 +5,18 @@ from __future__ import annotations
 import argparse
 import math
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 from bytesched.bench.profile import Profile, load_profile
 from bytesched.bench.systems import EXCHANGE_SYSTEMS, System, parse_systems
 from bytesched.errors import ConfigError
-from bytesched.link.cores import Cores
-from bytesched.link.fabric import Fabric
+from bytesched.link.cluster import LEAST_ITERATIONS
+from bytesched.link.fabric import Cores, Fabric
 from bytesched.policy import named_policy
-from bytesched.sim.curve import AXES, LEAST_ITERATIONS
+from bytesched.sim.curve import AXES, Climate
 from bytesched.sim.measure import Links
 from bytesched.sim.systems import LAB_COSTS, SYSTEMS, Costs, Model
-from bytesched.sim.weather import Climate
 from bytesched.values import nearest, one_of, parse_size
 
 __all__ = [
@@ -40,11 +40,13 @@ _OPTIONS = {
 
 
 def check_outputs(options: argparse.Namespace) -> None:
-    """Raises `ConfigError` for what could not be written or counted."""
+    """Raises `ConfigError` for what could not be written, drawn or counted."""
     for name in ("json", "png"):
         path = getattr(options, name)
         if path and not Path(path).resolve().parent.is_dir():
             raise ConfigError(f"--{name} {path}: there is no such folder")
+    if options.png and find_spec("matplotlib") is None:
+        raise ConfigError("--png needs matplotlib: pip install 'bytesched[report]'")
     if options.iterations < LEAST_ITERATIONS:
         raise ConfigError(
             f"--iterations {options.iterations}: at least {LEAST_ITERATIONS}, in the first half "
@@ -133,7 +135,7 @@ def climate_of(options: argparse.Namespace) -> Climate:
         fewest = AXES["ranks"].points[0] if over_ranks else options.ranks[0]
         if rank >= fewest:
             raise ConfigError(f"--straggler {rank}: there is no such rank among {fewest:g}")
-        climate = replace(climate, straggler=rank, late=1 + late)
+        climate = replace(climate, late=1 + late)
     return climate
 
 

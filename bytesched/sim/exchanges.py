@@ -15,10 +15,10 @@ from bytesched.bench.systems import EXCHANGE_PIECES, System
 from bytesched.bench.table import percentile
 from bytesched.core import SchedulerCore
 from bytesched.link.bound import exchanging_optimum_s
+from bytesched.link.cluster import Job, Work
 from bytesched.link.fabric import Fabric
 from bytesched.link.shared import SharedLink
 from bytesched.link.simulation import ManualClock
-from bytesched.link.work import Work
 from bytesched.order import Leading
 from bytesched.policy import named_policy
 from bytesched.sim.predict import Prediction
@@ -61,9 +61,14 @@ class Exchanging:
         self._work, self._layers, self._fabric, self._form = work, layers, fabric, form
         self._clock = ManualClock()
         self._link = SharedLink(self._clock)
-        self._tasks = work.tasks()
+        self._tasks = [_task(index, job) for index, job in enumerate(work.jobs)]
+        # Where nothing is planned, all is handed over at once.
+        everything = 1 + sum(job.nbytes for job in work.jobs)
+        largest = max((job.nbytes for job in work.jobs), default=0)
+        planned = work.credit_bytes or max(1, _GROUP_SLOTS * largest)
         self._core = SchedulerCore(
-            Leading(named_policy(work.policy)), credit_bytes=work.credit_bytes
+            Leading(named_policy(work.policy)),
+            credit_bytes=planned if work.is_planned else everything,
         )
         #: of a group that carries everything in the order in which it was handed over
         self._queue: deque[tuple[float, float, Callable[[], object]]] = deque()
@@ -269,6 +274,12 @@ def exchanging_bound_s(model: Model, fabric: Fabric, *, in_pieces: bool) -> floa
     return exchanging_optimum_s(
         model.profile.chain(), fabric.gradient_bytes_per_s, exchanged_per_s, in_pieces=in_pieces
     )
+
+
+def _task(index: int, job: Job) -> CommTask:
+    task = CommTask(f"job{index}", start_at=0, stop_at=job.nbytes, itemsize=1, priority=job.gate)
+    task.index = index
+    return task
 
 
 def _work(system: System, model: Model, fabric: Fabric) -> Work:

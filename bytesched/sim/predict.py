@@ -10,9 +10,8 @@ from typing import Any
 
 from bytesched.bench.systems import System
 from bytesched.link.bound import gradients, optimum_s, split_optimum_s
-from bytesched.link.cluster import Cluster, Weather
+from bytesched.link.cluster import Cluster, Gather, Job, Work
 from bytesched.link.fabric import Fabric
-from bytesched.link.work import Gather, Job, Work
 from bytesched.sim.systems import (
     BUCKETS_MB,
     CALIBRATED,
@@ -23,7 +22,7 @@ from bytesched.sim.systems import (
     sharded,
 )
 
-__all__ = ["Prediction", "bound_s", "iterate", "on_cores", "predict"]
+__all__ = ["Prediction", "bound_s", "on_cores", "predict"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,14 +62,14 @@ def bound_s(model: Model, fabric: Fabric) -> float:
     return bound(gradients(chain), model.profile.compute_s, fabric.gradient_bytes_per_s)
 
 
-def iterate(work: Work, fabric: Fabric, weather: Sequence[Weather]) -> list[float]:
-    """When iterations of all ranks have ended, one for each entry of ``weather``."""
-    cluster = Cluster(work, fabric)
-    return [cluster.iterate(one) for one in weather]
+def predict(
+    system: System, model: Model, fabric: Fabric, paces: Sequence[Sequence[float]]
+) -> Prediction:
+    """What ``system`` takes per iteration.
 
-
-def predict(system: System, model: Model, fabric: Fabric, weather: Sequence[Weather]) -> Prediction:
-    """What ``system`` takes per iteration. Raises `ConfigError` for options it does not know."""
+    Args:
+        paces: of ranks in each iteration (see `Cluster.iterate`).
+    """
     costs = model.costs
     cpu = costs.scheduled if system.kind == "bytesched" else costs.plain
     model = replace(model, costs=replace(costs, tensor_s=costs.tensor_s + cpu.tensor_s))
@@ -83,7 +82,8 @@ def predict(system: System, model: Model, fabric: Fabric, weather: Sequence[Weat
     tried = []
     for build, chosen in _candidates(system, fabric):
         work = build(on_cores(model, build(model), fabric))
-        ended_s = iterate(work, fabric, weather)
+        cluster = Cluster(work, fabric)
+        ended_s = [cluster.iterate(pace) for pace in paces]
         tried.append((_mean_s(ended_s), work, _size(system, work, chosen)))
     iteration_s, work, chosen = min(tried, key=lambda one: one[0])
     return Prediction(

@@ -11,7 +11,7 @@ from pathlib import Path
 from bytesched.bench.profile import Profile, load_profile
 from bytesched.link.bound import gradients
 from bytesched.link.simulation import ManualClock, simulate
-from bytesched.link.sizes import Probe, chosen_sizes, probe_sizes
+from bytesched.link.sizes import Probe, probe_sizes
 from bytesched.policy import Fifo, named_policy
 from bytesched.tunable import KNOBS, Decision, RunFacts, Setting, Steps, Tuner
 from bytesched.tuning import fit
@@ -21,6 +21,7 @@ from bytesched.tuning.online import OnlineTuner
 from bytesched.tuning.space import Limits
 
 OFF_BYTES = 25 << 20
+UNTUNED = Setting(1 << 20, 2 << 20)
 
 
 @lru_cache
@@ -128,7 +129,6 @@ class Cluster:
     def facts(self, **changes: object) -> RunFacts:
         probes = self.probes()
         model_bytes = profile(self.model).nbytes
-        sizes = chosen_sizes(list(probes), model_bytes=model_bytes, cpu_load=0.1)
         facts: dict[str, object] = {
             "backend": "gloo",
             "ranks_per_host": (1, 1),
@@ -137,7 +137,7 @@ class Cluster:
             "model_bytes": model_bytes,
             "signature": self.model,
             "probes": probes,
-            "untuned": Setting(*sizes),
+            "untuned": UNTUNED,
             "knobs": frozenset(KNOBS),
             "first_steps": 2,
             "changed_steps": 1,
