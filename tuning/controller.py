@@ -22,7 +22,7 @@ from bytesched.tunable import Setting
 from .drift import Drift
 from .guard import Guard
 from .samples import spread, typical_s
-from .search import Searcher
+from .search import Search
 from .unfinished import Unfinished
 
 __all__ = ["Adopted", "Controller", "Drifted", "Pace", "Report", "Tried", "Turn"]
@@ -120,7 +120,7 @@ class Controller:
     Args:
         untuned: what would hold without it; the baseline.
         can_switch_off: whether scheduling can be off for a turn.
-        search: makes the searcher once the baseline is measured; told what is adopted by then.
+        search: makes the search once the baseline is measured; told what is adopted by then.
         now_s: reads the time.
         pace: how many steps to spend.
         report: told what happens.
@@ -134,7 +134,7 @@ class Controller:
         untuned: Setting,
         *,
         can_switch_off: bool,
-        search: Callable[[Setting | None], Searcher],
+        search: Callable[[Setting | None], Search],
         now_s: Callable[[], float],
         pace: Pace | None = None,
         report: Callable[[Report], None] = lambda _: None,
@@ -230,7 +230,7 @@ class Controller:
         changed = yield from self._guard(costs, rounds)
         return changed
 
-    def _search_with(self, searcher: Searcher, costs: dict[Setting, float]) -> _Running[None]:
+    def _search_with(self, searcher: Search, costs: dict[Setting, float]) -> _Running[None]:
         fruitless = 0
         while self.more_trials and fruitless < _FRUITLESS:
             setting = searcher.ask()

@@ -35,7 +35,7 @@ class Logbook:
         unfinished: TuningFile | None = None,
     ) -> None:
         self._memory = memory
-        self._begun = TuningFile(fingerprint, untuned, None, "running", (), 0)
+        self._begun = TuningFile(fingerprint, untuned, None, (), 0)
         self._begin()
         if unfinished is not None:
             self._trials.extend(unfinished.trials)
@@ -96,7 +96,6 @@ class Logbook:
         done = replace(
             self._begun,
             setting=adopted.setting,
-            state="done",
             trials=tuple(self._trials),
             steps=adopted.steps,
             step_ms=times_ms.get(adopted.setting, math.nan),

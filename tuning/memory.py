@@ -50,7 +50,7 @@ class Memory:
         A link that measured otherwise may be the same one in a noisy moment: where none of the
         tunings of this case had a link like this one, it is that of the nearest rate.
         """
-        done = [known for _, known in self.entries() if known.state == "done"]
+        done = [known for _, known in self.entries() if known.setting is not None]
         case = [known for known in done if known.fingerprint.is_same_case(fingerprint)]
         same = [known for known in case if known.fingerprint.is_same(fingerprint)]
         found = max(same, key=lambda known: known.saved_at, default=None) or min(
@@ -70,7 +70,7 @@ class Memory:
         same = [
             tuning
             for tuning in known
-            if tuning.state == "running" and tuning.fingerprint.is_same(fingerprint)
+            if tuning.setting is None and tuning.fingerprint.is_same(fingerprint)
         ]
         return max(same, key=lambda tuning: tuning.steps, default=None)
 
@@ -121,7 +121,7 @@ class Memory:
                 self._complain(path, f"is left alone: {error}")
                 return False
         else:
-            if known.state == "done" and tuning.state != "done":
+            if known.setting is not None and tuning.setting is None:
                 return True
         now = datetime.now(timezone.utc).isoformat(timespec="microseconds")
         content = json.dumps(replace(tuning, saved_at=now).to_json(), indent=1)

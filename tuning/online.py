@@ -18,11 +18,10 @@ from bytesched.version import __version__
 
 from .controller import Controller, Pace, Report
 from .file import Fingerprint, TuningFile
-from .fit import Link, fit_probes
 from .logbook import Logbook
 from .memory import Memory
-from .search import BayesianSearch, Searcher
-from .seed import seed_bytes, seeded_space
+from .search import Search
+from .seed import Link, fit_probes, seed_bytes, seeded_space
 from .space import Limits
 from .unfinished import Unfinished
 
@@ -30,7 +29,7 @@ __all__ = ["OnlineTuner", "tuner_of"]
 
 log = logging.getLogger("bytesched")
 
-_NEEDED = ("numpy", "skopt")
+_NEEDED = ("numpy", "sklearn")
 _SEED = 0
 #: what other models of this cluster have, of those that are most alike; each costs a trial
 _NEAR = 2
@@ -103,7 +102,6 @@ class OnlineTuner:
         fingerprint = _fingerprint(facts, self._link)
         unfinished = self._unfinished(fingerprint)
         self._logbook = Logbook(self._memory, fingerprint, facts.untuned, unfinished)
-        self._limits = self._limits.within(facts.knobs)
         known, known_step_s = self._known(fingerprint)
         self._controller = Controller(
             facts.untuned,
@@ -218,7 +216,7 @@ class OnlineTuner:
     def _can_switch_off(self) -> bool:
         return "enabled" in self._facts.knobs
 
-    def _searcher(self, adopted: Setting | None) -> Searcher:
+    def _searcher(self, adopted: Setting | None) -> Search:
         """The search, now that the baseline is measured."""
         link = self._link
         if adopted is None:
@@ -232,7 +230,7 @@ class OnlineTuner:
         wanted = replace(space.settings[0], partition_bytes=seed, credit_bytes=2 * seed)
         first = [*([adopted] if adopted is not None else []), *self._near, space.nearest(wanted)]
         log.info("tuning: %r", space)
-        return BayesianSearch(space, seed=_SEED, first=first)
+        return Search(space, seed=_SEED, first=first)
 
     def _drifted(self) -> Link:
         """The link as probes would find it now: what is carried has changed by as much."""

@@ -38,7 +38,7 @@ OPTIONAL = {
     "matplotlib": "report",
     "horovod": "horovod",
     "mpi4py": "mpi",
-    "scikit-optimize": "tune",
+    "scikit-learn": "tune",
     "ortools": "pipeline",
 }
 

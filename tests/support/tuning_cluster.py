@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -14,14 +14,22 @@ from bytesched.link.simulation import ManualClock, simulate
 from bytesched.link.sizes import Probe, probe_sizes
 from bytesched.policy import Fifo, named_policy
 from bytesched.tunable import KNOBS, Decision, RunFacts, Setting, Steps, Tuner
-from bytesched.tuning import fit
+from bytesched.tuning import seed
 from bytesched.tuning.controller import Controller, Turn
 from bytesched.tuning.memory import Memory
 from bytesched.tuning.online import OnlineTuner
+from bytesched.tuning.search import Search
 from bytesched.tuning.space import Limits
 
 OFF_BYTES = 25 << 20
 UNTUNED = Setting(1 << 20, 2 << 20)
+
+
+class BlindSearch(Search):
+    """Any setting that was not tried, each as likely."""
+
+    def _propose(self, untold: Sequence[Setting]) -> Setting | None:
+        return self._random.choice(untold)
 
 
 @lru_cache
@@ -30,7 +38,7 @@ def profile(name: str) -> Profile:
 
 
 @dataclass(frozen=True)
-class Link(fit.Link):
+class Link(seed.Link):
     """What carries chunks here: each is across so much later than the next one may begin."""
 
     latency_s: float = 0.0

@@ -6,12 +6,12 @@ import math
 from collections.abc import Sequence
 
 import pytest
-from tuning_cluster import Cluster, Link, exact_step_s
+from tuning_cluster import BlindSearch, Cluster, Link, exact_step_s
 
 from bytesched.tunable import Setting
 from bytesched.tuning.controller import Adopted, Controller, Drifted, Pace, Report, Tried, Turn
 from bytesched.tuning.samples import spread, typical_s
-from bytesched.tuning.search import BayesianSearch, RandomSearch, Searcher
+from bytesched.tuning.search import Search
 from bytesched.tuning.space import Limits, Range, Space
 
 MIB = 1 << 20
@@ -49,9 +49,9 @@ def controller_on(
 ) -> tuple[Controller, Log]:
     log = Log()
 
-    def search(adopted: Setting | None) -> Searcher:
+    def search(adopted: Setting | None) -> Search:
         first = [adopted] if adopted else []
-        return RandomSearch(space, first=first) if blind else BayesianSearch(space, first=first)
+        return BlindSearch(space, first=first) if blind else Search(space, first=first)
 
     controller = Controller(
         untuned,

@@ -172,16 +172,6 @@ def test_one_chunk_is_not_tuned(tmp_path: Path) -> None:
     assert set(cluster.history) == {small["untuned"]}
 
 
-def test_names_that_cannot_change_at_run_time_are_not_tried(tmp_path: Path) -> None:
-    cluster = Cluster()
-    limits = Limits(policies=("priority", "fifo"))
-    knobs = frozenset({"partition_bytes", "credit_bytes"})
-    train(cluster, tuner_on(cluster, tmp_path, limits), 160, knobs=knobs)
-    assert {(setting.policy, setting.enabled) for setting in cluster.history} == {
-        ("priority", True)
-    }
-
-
 @pytest.mark.nightly
 def test_a_drift_is_tuned_away_from_what_is_measured(tmp_path: Path) -> None:
     def event(cluster: Cluster, step: int) -> None:
