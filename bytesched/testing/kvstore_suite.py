@@ -1,4 +1,8 @@
-"""The suite that every KVStore must pass, ours or another."""
+"""The suite that every KVStore must pass, ours or another.
+
+Inherit it in a test module and supply its factories; pytest and unittest find the ``test_``
+methods. Where there is no test runner, as inside a rank, `Contract.run_all` calls them.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +11,21 @@ from typing import Any
 
 from bytesched.errors import InvalidTransition, MismatchError, SchedulerClosed
 from bytesched.kvstore.protocol import Key, KVStore
-from bytesched.testing.transport_suite import Contract
 
-__all__ = ["KVStoreContract"]
+__all__ = ["Contract", "KVStoreContract"]
 
 _SIZE = 7
+
+
+class Contract:
+    """A class of ``test_`` methods, each on its own."""
+
+    def run_all(self) -> list[str]:
+        """Calls every ``test_`` method, in order of name, and returns the names."""
+        names = sorted(name for name in dir(self) if name.startswith("test_"))
+        for name in names:
+            getattr(self, name)()
+        return names
 
 
 class KVStoreContract(Contract):

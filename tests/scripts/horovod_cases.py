@@ -18,6 +18,7 @@ from horovod_order_cases import planning_of
 from horovod_training import HorovodJob
 from looks import weight
 from peer_scripts import as_lists, footprint
+from plugin_suite import PluginContract, TrainingRun
 from rank_worker import signals
 from restless_horovod import ScriptedHorovodJob
 from torch import Tensor, nn
@@ -27,7 +28,6 @@ import bytesched
 from bytesched.plugins.horovod import ScheduledOptimizer
 from bytesched.plugins.planned.hooked_session import HookedSession
 from bytesched.plugins.registry import session_of
-from bytesched.testing import PluginContract, TrainingRun
 from bytesched.tunable import Setting
 
 #: of waits that something else has to end: beyond the limit of a case

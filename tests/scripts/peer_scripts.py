@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from hazard_scripts import Peer, free_steps, held_backward
 from looks import weight
+from plugin_suite import PluginContract, TrainingRun
 from torch import Tensor, nn
 from training import STEPS, Job, adamw, frozen, mlp, sgd, train
 
 import bytesched
-from bytesched.testing import PluginContract, TrainingRun
 
 
 def forward_between_backward_and_step(job: Job) -> None:

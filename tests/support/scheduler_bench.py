@@ -8,13 +8,14 @@ from contextlib import contextmanager
 from queue import SimpleQueue
 from typing import Any
 
+from fake_transport import FakeTransport
+
 from bytesched.core import SchedulerCore
 from bytesched.observe import Observers
 from bytesched.order import Leading, ReadyQueue
 from bytesched.policy import Priority
 from bytesched.scheduler import Events, Scheduler
 from bytesched.task import CommTask, TaskState
-from bytesched.testing import FakeTransport
 
 WAIT_S = 10.0
 

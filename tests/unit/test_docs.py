@@ -8,11 +8,11 @@ import re
 import subprocess
 
 from paths import ROOT
+from plugin_suite import STATS
 from public import PUBLIC
 
 from bytesched import cli, config, figures
 from bytesched.config import FIELDS
-from bytesched.testing import STATS
 
 TOP = [ROOT / n for n in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)

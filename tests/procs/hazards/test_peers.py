@@ -8,9 +8,8 @@ import peer_scripts as peers
 import pytest
 import torch
 from comparing import check
+from plugin_suite import PluginContract
 from ranks import Ranks
-
-from bytesched.testing import PluginContract
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import horovod_models as models
 import pytest
+from plugin_suite import PluginContract
 from ranks import address_of
 from training import differences
-
-from bytesched.testing import PluginContract
 
 if TYPE_CHECKING:
     from ranks import Ranks

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from fake_transport import FakeTransport
 from plans import planned
 from scheduler_bench import WAIT_S, Bench, Build, alive, benches
 
@@ -16,7 +17,6 @@ from bytesched.order import Leading
 from bytesched.policy import Priority
 from bytesched.scheduler import Events, EventThread, InTurn, Scheduler
 from bytesched.task import CommTask, TaskState
-from bytesched.testing import FakeTransport
 from bytesched.transport import Done
 
 

@@ -8,9 +8,6 @@ from dataclasses import dataclass
 from typing import get_type_hints
 
 from bytesched.figures import Figures
-from bytesched.testing.transport_suite import Contract
-
-__all__ = ["STATS", "PluginContract", "TrainingRun"]
 
 STATS: Mapping[str, type] = get_type_hints(Figures)
 """What `stats()` of every plugin has, and of which type."""
@@ -38,7 +35,7 @@ class TrainingRun:
     stats: Callable[[], Mapping[str, int | float | str]]
 
 
-class PluginContract(Contract):
+class PluginContract:
     """A wrapped run is the plain run, only faster. Supply `training`."""
 
     #: steps of a run; enough for a plugin to learn, to plan and to schedule
