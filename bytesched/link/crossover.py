@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
-from bytesched.link.shared import SharedLink
-from bytesched.link.simulation import ManualClock
+from bytesched.link.shared import ManualClock, SharedLink
 
 __all__ = ["SharingJob", "bound_share", "turn_rates", "work"]
 

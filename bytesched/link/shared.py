@@ -1,16 +1,48 @@
-"""A link that transfers share, in virtual time: each that is on it gets as much as the others."""
+"""Virtual time, and a link in it that transfers share: each gets as much as the others."""
 
 from __future__ import annotations
 
+import heapq
+import math
 from collections.abc import Callable
 from functools import partial
 
-from bytesched.link.simulation import ManualClock
-
-__all__ = ["SharedLink"]
+__all__ = ["ManualClock", "SharedLink"]
 
 #: seconds of a transfer that are no more than rounding
 _NOTHING_S = 1e-12
+
+
+class ManualClock:
+    """Time that moves only when told, and calls what falls due on the way."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self._due: list[tuple[float, int, Callable[[], object]]] = []
+        self._sequence = 0
+
+    def call_at(self, at_s: float, callback: Callable[[], object]) -> None:
+        """Calls ``callback`` at ``at_s``, or next if that is over; ties in order of the calls."""
+        heapq.heappush(self._due, (at_s, self._sequence, callback))
+        self._sequence += 1
+
+    def advance(self, duration_s: float) -> None:
+        """Moves time on by ``duration_s``."""
+        if duration_s < 0:
+            raise ValueError(f"time does not go back: {duration_s} s")
+        until_s = self.now_s + duration_s
+        self._call_due(until_s)
+        self.now_s = until_s
+
+    def run(self) -> None:
+        """Moves time on until nothing is due any more."""
+        self._call_due(math.inf)
+
+    def _call_due(self, until_s: float) -> None:
+        while self._due and self._due[0][0] <= until_s:
+            at_s, _, callback = heapq.heappop(self._due)
+            self.now_s = max(self.now_s, at_s)
+            callback()
 
 
 class SharedLink:

@@ -9,21 +9,17 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from heapq import heappop, heappush
 
 from bytesched.bench.profile import LayerProfile
 from bytesched.bench.systems import EXCHANGE_PIECES, System
 from bytesched.bench.table import percentile
-from bytesched.core import SchedulerCore
 from bytesched.link.bound import exchanging_optimum_s
-from bytesched.link.cluster import Job, Work
+from bytesched.link.cluster import Work
 from bytesched.link.fabric import Fabric
-from bytesched.link.shared import SharedLink
-from bytesched.link.simulation import ManualClock
-from bytesched.order import Leading
-from bytesched.policy import named_policy
+from bytesched.link.shared import ManualClock, SharedLink
 from bytesched.sim.predict import Prediction
 from bytesched.sim.systems import Model, buckets, scheduled
-from bytesched.task import CommTask
 
 __all__ = ["FORMS", "Exchanging", "predict_exchanging"]
 
@@ -37,8 +33,6 @@ class Form:
 
     #: behind the gradients that were handed to the same group before, else beside them
     is_queued: bool = False
-    #: whether no gradients start meanwhile
-    is_urgent: bool = False
     pieces: int = 1
 
 
@@ -46,8 +40,9 @@ FORMS = {
     "ddp": Form(is_queued=True),
     "ddp-own-group": Form(),
     "bytesched-no-lane": Form(),
-    "bytesched": Form(is_urgent=True),
-    "bytesched-pieces": Form(is_urgent=True, pieces=EXCHANGE_PIECES),
+    # Urgent sections hold what goes to stores alone.
+    "bytesched": Form(),
+    "bytesched-pieces": Form(pieces=EXCHANGE_PIECES),
     "idle": Form(),
 }
 
@@ -61,17 +56,9 @@ class Exchanging:
         self._work, self._layers, self._fabric, self._form = work, layers, fabric, form
         self._clock = ManualClock()
         self._link = SharedLink(self._clock)
-        self._tasks = [_task(index, job) for index, job in enumerate(work.jobs)]
-        # Where nothing is planned, all is handed over at once.
-        everything = 1 + sum(job.nbytes for job in work.jobs)
-        largest = max((job.nbytes for job in work.jobs), default=0)
-        planned = work.credit_bytes or max(1, _GROUP_SLOTS * largest)
-        self._core = SchedulerCore(
-            Leading(named_policy(work.policy)),
-            credit_bytes=planned if work.is_planned else everything,
-        )
-        #: of a group that carries everything in the order in which it was handed over
-        self._queue: deque[tuple[float, float, Callable[[], object]]] = deque()
+        #: of the group of gradients: the key of what goes first, a number, seconds, what follows
+        self._queue: list[tuple[int, int, float, float, Callable[[], object]]] = []
+        self._handed_over = 0
         self._under_way = 0
         self._missing = [len(bundle.jobs) for bundle in work.bundles]
         self._updated = [False] * len(work.bundles)
@@ -120,18 +107,16 @@ class Exchanging:
     def exchange(self, nbytes: float, done: Callable[[], object]) -> None:
         """An all-to-all of so many bytes; ``done`` is called when it is over."""
         fabric, began_s = self._fabric, self._clock.now_s
-        if self._form.is_urgent:
-            self._core.hold()
 
         def over() -> None:
             self.exchanges_s.append(self._clock.now_s - began_s)
-            # What follows at once holds before this one lets go.
             done()
-            if self._form.is_urgent:
-                self._start(self._core.release())
 
         alone_s = nbytes * (fabric.ranks - 1) / fabric.ranks / fabric.bytes_per_s
-        self._send(alone_s, fabric.latency_s, over, is_queued=self._form.is_queued)
+        if self._form.is_queued:
+            self._hand_over(0, alone_s, fabric.latency_s, over)
+        else:
+            self._link.start(alone_s, partial(self.after, fabric.latency_s, over))
 
     def after(self, duration_s: float, then: Callable[[], object]) -> None:
         """Calls ``then`` when experts have computed for so long."""
@@ -144,24 +129,20 @@ class Exchanging:
     # -- gradients ---------------------------------------------------------------------
 
     def _released(self, layer: int) -> None:
+        is_planned = self._work.is_planned and self._work.policy != "fifo"
         for index, job in enumerate(self._work.jobs):
             if job.layer == layer:
-                self._tasks[index].notify_ready()
-                self._start(self._core.ready(self._tasks[index]))
+                self._hand_over(
+                    # What a plan comes to whose times are those of this iteration.
+                    job.gate if is_planned else 0,
+                    self._fabric.occupied_s(job.nbytes, job.share),
+                    self._fabric.start_up_s(job.nbytes, job.share),
+                    partial(self._arrived, index),
+                )
 
-    def _start(self, tasks: Sequence[CommTask]) -> None:
-        for task in tasks:
-            job = self._work.jobs[task.index]
-            work_s = self._fabric.occupied_s(job.nbytes, job.share)
-            late_s = self._fabric.start_up_s(job.nbytes, job.share)
-            arrived = partial(self._arrived, task)
-            # Where nothing is planned, all is handed to one group at once.
-            self._send(work_s, late_s, arrived, is_queued=not self._work.is_planned)
-
-    def _arrived(self, task: CommTask) -> None:
-        self._start(self._core.finish(task))
+    def _arrived(self, index: int) -> None:
         for number, bundle in enumerate(self._work.bundles):
-            if task.index in bundle.jobs:
+            if index in bundle.jobs:
                 self._missing[number] -= 1
                 if not self._missing[number] and self._stepped:
                     self._update(number)
@@ -183,20 +164,18 @@ class Exchanging:
 
     # -- the link ----------------------------------------------------------------------
 
-    def _send(
-        self, work_s: float, late_s: float, done: Callable[[], object], *, is_queued: bool
+    def _hand_over(
+        self, key: int, work_s: float, late_s: float, done: Callable[[], object]
     ) -> None:
-        """Puts a transfer on the link; ``late_s`` after it has left that, it is across."""
-        if is_queued:
-            self._queue.append((work_s, late_s, done))
-            self._next_of_queue()
-        else:
-            self._link.start(work_s, partial(self.after, late_s, done))
+        """Queues a collective; ``late_s`` after it has left the link, it is across."""
+        heappush(self._queue, (key, self._handed_over, work_s, late_s, done))
+        self._handed_over += 1
+        self._next_of_queue()
 
     def _next_of_queue(self) -> None:
         while self._queue and self._under_way < _GROUP_SLOTS:
             self._under_way += 1
-            work_s, late_s, done = self._queue.popleft()
+            _, _, work_s, late_s, done = heappop(self._queue)
             self._link.start(work_s, partial(self.after, late_s, partial(self._left, done)))
 
     def _left(self, done: Callable[[], object]) -> None:
@@ -274,12 +253,6 @@ def exchanging_bound_s(model: Model, fabric: Fabric, *, in_pieces: bool) -> floa
     return exchanging_optimum_s(
         model.profile.chain(), fabric.gradient_bytes_per_s, exchanged_per_s, in_pieces=in_pieces
     )
-
-
-def _task(index: int, job: Job) -> CommTask:
-    task = CommTask(f"job{index}", start_at=0, stop_at=job.nbytes, itemsize=1, priority=job.gate)
-    task.index = index
-    return task
 
 
 def _work(system: System, model: Model, fabric: Fabric) -> Work:

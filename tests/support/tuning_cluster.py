@@ -8,9 +8,11 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 
+from simulated_iteration import simulate
+
 from bytesched.bench.profile import Profile, load_profile
 from bytesched.link.bound import gradients
-from bytesched.link.simulation import ManualClock, simulate
+from bytesched.link.shared import ManualClock
 from bytesched.link.sizes import Probe, probe_sizes
 from bytesched.policy import Fifo, named_policy
 from bytesched.tunable import KNOBS, Decision, RunFacts, Setting, Steps, Tuner

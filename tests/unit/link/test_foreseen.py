@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from simulated_iteration import SimulatedIteration, simulate
 
 from bytesched.bench.profile import load_profile
 from bytesched.link.bound import gradients
-from bytesched.link.simulation import SimulatedIteration, simulate
 from bytesched.policy import Policy, Priority, Prophet
 
 BYTES_PER_S = 118e6

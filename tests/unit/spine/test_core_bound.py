@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from simulated_iteration import SimulatedIteration, simulate
 
 from bytesched.link.bound import Layer, gradients, optimum_s, schedule_bound_s
-from bytesched.link.simulation import SimulatedIteration, simulate
 from bytesched.policy import Fifo, Policy, Priority
 
 BYTES_PER_S = 1000.0
