@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from bytesched.bench.profile import Profile
-from bytesched.commands.sim_options import sim_parser
-from bytesched.commands.sim_request import (
+from bytesched.commands.sim_options import (
     check_outputs,
     climate_of,
     fabric_of,
     given_costs,
     model_of,
     shared_profiles,
+    sim_parser,
     systems_of,
 )
 from bytesched.environment import rank_view
