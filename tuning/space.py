@@ -88,7 +88,7 @@ class Limits:
                     f"tune_space looks for {name}, which is given as {given[name]}: leave out one"
                 )
             sizes[name] = _range(name, text)
-        limits = cls(*sizes.values(), config.policy)
+        limits = cls(sizes["partition_bytes"], sizes["credit_bytes"], config.policy)
         limits._check_choice()
         return limits
 
