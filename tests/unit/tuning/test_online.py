@@ -330,9 +330,9 @@ def test_what_another_run_was_compared_with_is_no_beginning(tmp_path: Path) -> N
     tuner.close()
     other = Cluster()
     tuner = tuner_on(other, tmp_path)
-    train(other, tuner, 20, untuned=Setting(MIB, 2 * MIB))
+    train(other, tuner, 20, untuned=Setting(2 * MIB, 4 * MIB))
     ((_, tuning),) = Memory(folder=tmp_path).entries()
-    assert tuning.untuned == Setting(MIB, 2 * MIB)
+    assert tuning.untuned == Setting(2 * MIB, 4 * MIB)
     assert len([trial for trial in tuning.trials if trial.phase == "baseline"]) == 1
 
 
