@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 
-from simulated_iteration import simulate
-
 from bytesched.bench.profile import Profile, load_profile
-from bytesched.link.bound import gradients
+from bytesched.link import cluster as virtual
+from bytesched.link.fabric import Fabric
 from bytesched.link.shared import ManualClock
 from bytesched.link.sizes import Probe, probe_sizes
-from bytesched.policy import Fifo, named_policy
+from bytesched.sim.systems import Costs, Model, buckets, scheduled
 from bytesched.tunable import KNOBS, Decision, RunFacts, Setting, Steps, Tuner
 from bytesched.tuning import seed
 from bytesched.tuning.controller import Controller, Turn
@@ -23,7 +23,7 @@ from bytesched.tuning.online import OnlineTuner
 from bytesched.tuning.search import Search
 from bytesched.tuning.space import Limits
 
-OFF_BYTES = 25 << 20
+OFF_MB = 25
 UNTUNED = Setting(1 << 20, 2 << 20)
 
 
@@ -49,21 +49,22 @@ class Link(seed.Link):
 @lru_cache(maxsize=20000)
 def exact_step_s(name: str, link: Link, setting: Setting) -> float:
     """A step without noise; with scheduling off, one as DDP has it, in buckets of 25 MB."""
-    layers = profile(name).chain()
-    work = gradients(layers)
-    off = not setting.enabled
-    return simulate(
-        [gradient.release_s for gradient in work],
-        [int(layer.nbytes) for layer in layers],
-        [0.0 if off else layer.forward_s for layer in layers],
+    model = Model(profile(name), Costs(update_bytes_per_s=math.inf))
+    fabric = Fabric(
+        ranks=2,
         bytes_per_s=link.bytes_per_s,
-        overhead_s=link.overhead_s,
-        latency_s=link.latency_s,
-        partition_bytes=OFF_BYTES if off else setting.partition_bytes,
-        credit_bytes=OFF_BYTES if off else setting.credit_bytes,
-        policy=Fifo() if off else named_policy(setting.policy),
-        merge=True,
-    ).step_s + (sum(layer.forward_s for layer in layers) if off else 0.0)
+        latency_s=link.overhead_s / 2,
+        delay_s=link.latency_s,
+        overlaps=False,
+    )
+    if setting.enabled:
+        sizes = {name: str(getattr(setting, name)) for name in ("partition_bytes", "credit_bytes")}
+        work = scheduled(model, fabric, sizes | {"policy": setting.policy})
+    else:
+        work = buckets(model, OFF_MB, are_views=True)
+    cluster = virtual.Cluster(work, fabric)
+    ended_s = [cluster.iterate((1.0,)) for _ in range(4)]
+    return ended_s[-1] - ended_s[-2]
 
 
 @dataclass
