@@ -24,21 +24,12 @@ class Logbook:
         memory: where they are kept.
         fingerprint: what they are good for.
         untuned: what they are compared with.
-        unfinished: the tuning of an earlier run that the first one here goes on with.
     """
 
-    def __init__(
-        self,
-        memory: Memory,
-        fingerprint: Fingerprint,
-        untuned: Setting,
-        unfinished: TuningFile | None = None,
-    ) -> None:
+    def __init__(self, memory: Memory, fingerprint: Fingerprint, untuned: Setting) -> None:
         self._memory = memory
         self._begun = TuningFile(fingerprint, untuned, None, (), 0)
         self._begin()
-        if unfinished is not None:
-            self._trials.extend(unfinished.trials)
 
     def moves_to(self, fingerprint: Fingerprint) -> None:
         """What is found from now on is good for `fingerprint`."""

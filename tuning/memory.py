@@ -59,21 +59,6 @@ class Memory:
         near = [known for known in done if known.fingerprint.is_same_cluster(fingerprint)]
         return found, [known for known in near if known not in case]
 
-    def unfinished(self, fingerprint: Fingerprint) -> TuningFile | None:
-        """The tuning of this case, on a link like this one, that went furthest and did not end.
-
-        A file in the cache folder has those that are known there beside it.
-        """
-        known = [tuning for _, tuning in self.entries()]
-        if self._file is not None and self._file.parent == cache_folder():
-            known += [tuning for _, tuning in Memory(folder=cache_folder()).entries()]
-        same = [
-            tuning
-            for tuning in known
-            if tuning.setting is None and tuning.fingerprint.is_same(fingerprint)
-        ]
-        return max(same, key=lambda tuning: tuning.steps, default=None)
-
     def entries(self) -> Iterator[tuple[Path, TuningFile]]:
         """Every file that can be read, and what is in it."""
         for path in self._paths():

@@ -23,7 +23,6 @@ from .memory import Memory
 from .search import Search
 from .seed import Link, fit_probes, seed_bytes, seeded_space
 from .space import Limits
-from .unfinished import Unfinished
 
 __all__ = ["OnlineTuner", "tuner_of"]
 
@@ -100,8 +99,7 @@ class OnlineTuner:
         self._link = fit_probes(facts.probes)
         pace = replace(self._pace, first_drop=facts.first_steps, drop=facts.changed_steps)
         fingerprint = _fingerprint(facts, self._link)
-        unfinished = self._unfinished(fingerprint)
-        self._logbook = Logbook(self._memory, fingerprint, facts.untuned, unfinished)
+        self._logbook = Logbook(self._memory, fingerprint, facts.untuned)
         known, known_step_s = self._known(fingerprint)
         self._controller = Controller(
             facts.untuned,
@@ -112,7 +110,6 @@ class OnlineTuner:
             report=self._reported,
             known=known,
             known_step_s=known_step_s,
-            unfinished=None if unfinished is None else Unfinished.of(unfinished),
         )
         return self._decision()
 
@@ -182,21 +179,6 @@ class OnlineTuner:
             return self._facts.untuned, math.nan
         log.info("tuning: at most %d steps; the link has %s", self._pace.budget, self._link)
         return None, math.nan
-
-    def _unfinished(self, fingerprint: Fingerprint) -> TuningFile | None:
-        """The tuning of this case that an earlier run has begun, if all of it can be used here."""
-        found = self._memory.unfinished(fingerprint)
-        if found is None or found.untuned != self._facts.untuned:
-            return None
-        tried = {trial.setting for trial in found.trials if trial.phase == "search"}
-        if not tried or not all(self._limits.allow(setting) for setting in tried):
-            return None
-        log.info(
-            "tuning: continues where an earlier run ended: %d steps, %d settings tried",
-            found.steps,
-            len(tried),
-        )
-        return found
 
     def _is_usable(self, tuning: TuningFile) -> bool:
         """Whether the setting of a file can be used, which may be from anyone; else it is named."""

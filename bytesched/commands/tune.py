@@ -22,7 +22,6 @@ from bytesched.tunable import find_tuner
 from bytesched.tuning.file import TuningFile
 from bytesched.tuning.launching import runs_bytesched, under_run
 from bytesched.tuning.memory import Memory, cache_folder
-from bytesched.tuning.unfinished import best_so_far
 
 #: the exit code after a signal is this and its number
 KILLED = 128
@@ -89,9 +88,6 @@ def _tune(command: list[str], config: Config, *, stop: bool) -> int:
     # A file of its own: it always tunes, whatever is known, and replaces that when it is done.
     file = folder / f"running-{os.getpid()}.json"
     file.unlink(missing_ok=True)
-    begun = _read(Path(config.tune_file)) if config.tune_file else None
-    if begun is not None and begun.setting is None:
-        Memory(file).save(begun)
     environment = child_environment(
         {
             "BYTESCHED_TUNE": "1",
@@ -199,10 +195,15 @@ def _unfinished(tuning: TuningFile | None, code: int, saved: Path | None) -> str
             "DistributedDataParallel, Horovod or bytesched.wrap, and with rank 0 on this machine?"
         )
     lines = [f"tune: {ended} before the tuning did, after {tuning.steps} steps"]
-    if found := best_so_far(tuning):
-        best, gain_pct = found
-        lines.append(f"best so far: {best}, {gain_pct:.1f} % gained; not compared in turns yet")
-        lines.append(f"to use it: {replace(tuning, setting=best).paste()}")
+    tried = [trial for trial in tuning.trials if trial.phase in ("baseline", "search")]
+    measured = [trial for trial in tried if trial.step_ms > 0]
+    best = min(measured, key=lambda trial: trial.step_ms, default=None)
+    if best is not None and best.step_ms < measured[0].step_ms:
+        gain_pct = 100 * (1 - best.step_ms / measured[0].step_ms)
+        lines.append(
+            f"best so far: {best.setting}, {gain_pct:.1f} % gained; not compared in turns yet"
+        )
+        lines.append(f"to use it: {replace(tuning, setting=best.setting).paste()}")
     if saved is not None:
         lines.append(_kept(saved))
     return "\n".join(lines)
@@ -212,7 +213,7 @@ def _kept(file: Path) -> str:
     known = _read(file)
     if known is not None and known.setting is not None:
         return f"{file} holds a finished tuning and stays as it was: to begin anew, remove it"
-    return f"kept in {file}: the same command goes on from there, or let it train longer"
+    return f"kept in {file} (see bytesched report); let it train longer"
 
 
 def _report(tuning: TuningFile, file: Path | None) -> None:
