@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-import math
 from collections.abc import Callable
 from functools import partial
 
@@ -26,20 +25,9 @@ class ManualClock:
         heapq.heappush(self._due, (at_s, self._sequence, callback))
         self._sequence += 1
 
-    def advance(self, duration_s: float) -> None:
-        """Moves time on by ``duration_s``."""
-        if duration_s < 0:
-            raise ValueError(f"time does not go back: {duration_s} s")
-        until_s = self.now_s + duration_s
-        self._call_due(until_s)
-        self.now_s = until_s
-
     def run(self) -> None:
         """Moves time on until nothing is due any more."""
-        self._call_due(math.inf)
-
-    def _call_due(self, until_s: float) -> None:
-        while self._due and self._due[0][0] <= until_s:
+        while self._due:
             at_s, _, callback = heapq.heappop(self._due)
             self.now_s = max(self.now_s, at_s)
             callback()

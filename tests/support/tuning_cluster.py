@@ -12,7 +12,6 @@ from pathlib import Path
 from bytesched.bench.profile import Profile, load_profile
 from bytesched.link import cluster as virtual
 from bytesched.link.fabric import Fabric
-from bytesched.link.shared import ManualClock
 from bytesched.link.sizes import Probe, probe_sizes
 from bytesched.sim.systems import Costs, Model, buckets, scheduled
 from bytesched.tunable import KNOBS, Decision, RunFacts, Setting, Steps, Tuner
@@ -83,7 +82,7 @@ class Cluster:
     seed: int = 0
     #: called before every step with its number; may change the link
     event: Callable[[Cluster, int], None] = lambda cluster, step: None
-    clock: ManualClock = field(default_factory=ManualClock)
+    now_s: float = 0.0
     steps: int = 0
     #: the settings of all steps, in order
     history: list[Setting] = field(default_factory=list)
@@ -102,7 +101,7 @@ class Cluster:
         if self.evaluated_every and self.steps % self.evaluated_every == 0:
             duration_s *= self.late
         self.history.append(setting)
-        self.clock.advance(duration_s)
+        self.now_s += duration_s
         return duration_s
 
     def run(self, turn: Turn) -> tuple[float, ...]:
@@ -158,7 +157,7 @@ class Cluster:
 
 def tuner_on(cluster: Cluster, folder: Path, limits: Limits | None = None) -> OnlineTuner:
     return OnlineTuner(
-        limits or Limits(), memory=Memory(folder=folder), now_s=lambda: cluster.clock.now_s
+        limits or Limits(), memory=Memory(folder=folder), now_s=lambda: cluster.now_s
     )
 
 

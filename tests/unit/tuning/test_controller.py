@@ -57,7 +57,7 @@ def controller_on(
         untuned,
         can_switch_off=off,
         search=search,
-        now_s=lambda: cluster.clock.now_s,
+        now_s=lambda: cluster.now_s,
         pace=pace,
         report=log.reports.append,
         known=known,
@@ -167,7 +167,7 @@ def test_a_cluster_that_never_rests_is_tuned_at_most_so_often() -> None:
     cluster.drive(controller, 6000)
     retunings = [drift for drift in log.drifted if drift.retunes]
     assert retunings
-    assert len(retunings) <= 1 + cluster.clock.now_s / pace.retune_every_s
+    assert len(retunings) <= 1 + cluster.now_s / pace.retune_every_s
     refused = [drift for drift in log.drifted if not drift.retunes]
     assert len(refused) <= 2 * len(log.adopted), "it says the same again and again"
 
