@@ -29,9 +29,15 @@ from bytesched.link.algorithms import GLOO_RANKS
 from bytesched.sim.curve import AXES, Case, sweep
 from bytesched.sim.measure import Links, Measured, measured
 from bytesched.sim.picture import draw_map, draw_sweep
-from bytesched.sim.sharing import SHARING_LEGEND, predict_sharing, sharing_rows
 from bytesched.sim.systems import Costs
-from bytesched.sim.table import EXCHANGE_LEGEND, LEGEND, rows
+from bytesched.sim.table import (
+    EXCHANGE_LEGEND,
+    LEGEND,
+    SHARING_LEGEND,
+    predict_sharing,
+    rows,
+    sharing_rows,
+)
 from bytesched.sim.verdict import gain, verdict
 from bytesched.table import aligned
 
