@@ -17,7 +17,7 @@ from bytesched.bench.table import percentile
 from bytesched.link.bound import exchanging_optimum_s
 from bytesched.link.cluster import Work
 from bytesched.link.fabric import Fabric
-from bytesched.link.shared import ManualClock, SharedLink
+from bytesched.link.shared import SharedLink
 from bytesched.sim.predict import Prediction
 from bytesched.sim.systems import Model, buckets, scheduled
 
@@ -54,8 +54,9 @@ class Exchanging:
         self, work: Work, layers: Sequence[LayerProfile], fabric: Fabric, form: Form
     ) -> None:
         self._work, self._layers, self._fabric, self._form = work, layers, fabric, form
-        self._clock = ManualClock()
-        self._link = SharedLink(self._clock)
+        self._link = SharedLink()
+        #: calls back when experts have computed for so long
+        self.after = self._link.after
         #: of the group of gradients: the key of what goes first, a number, seconds, what follows
         self._queue: list[tuple[int, int, float, float, Callable[[], object]]] = []
         self._handed_over = 0
@@ -72,7 +73,7 @@ class Exchanging:
     def run(self) -> Exchanging:
         """Itself, with its times."""
         self._go_on()
-        self._clock.run()
+        self._link.run()
         return self
 
     def _stretches(self) -> Iterator[Callable[[], None]]:
@@ -86,7 +87,7 @@ class Exchanging:
             if work.bundle_of[index] >= 0 and not self._updated[work.bundle_of[index]]:
                 yield partial(self._await, work.bundle_of[index])
             yield partial(self._layer, layer, work.forward_s[index])
-        self.iteration_s = self._clock.now_s
+        self.iteration_s = self._link.now_s
 
     def _go_on(self) -> None:
         if (stretch := next(self._chain, None)) is not None:
@@ -99,17 +100,17 @@ class Exchanging:
 
     def _layer(self, layer: LayerProfile, compute_s: float) -> None:
         if not layer.exchange_bytes:
-            self._clock.call_at(self._clock.now_s + compute_s, self._go_on)
+            self.after(compute_s, self._go_on)
             return
         count = self._form.pieces
         _Pieces(self, layer.exchange_bytes / count, compute_s / count, count).begin()
 
     def exchange(self, nbytes: float, done: Callable[[], object]) -> None:
         """An all-to-all of so many bytes; ``done`` is called when it is over."""
-        fabric, began_s = self._fabric, self._clock.now_s
+        fabric, began_s = self._fabric, self._link.now_s
 
         def over() -> None:
-            self.exchanges_s.append(self._clock.now_s - began_s)
+            self.exchanges_s.append(self._link.now_s - began_s)
             done()
 
         alone_s = nbytes * (fabric.ranks - 1) / fabric.ranks / fabric.bytes_per_s
@@ -117,10 +118,6 @@ class Exchanging:
             self._hand_over(0, alone_s, fabric.latency_s, over)
         else:
             self._link.start(alone_s, partial(self.after, fabric.latency_s, over))
-
-    def after(self, duration_s: float, then: Callable[[], object]) -> None:
-        """Calls ``then`` when experts have computed for so long."""
-        self._clock.call_at(self._clock.now_s + duration_s, then)
 
     def passed(self) -> None:
         """A layer of experts is over."""

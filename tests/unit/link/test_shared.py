@@ -8,21 +8,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bytesched.link.shared import ManualClock, SharedLink
+from bytesched.link.shared import SharedLink
 
 
 def ends_of(transfers: list[tuple[float, float]]) -> list[float]:
     """When each transfer ends, of pairs: when it begins, and how long it takes alone."""
-    clock = ManualClock()
-    link = SharedLink(clock)
+    link = SharedLink()
     ends_s = [-1.0] * len(transfers)
 
     def begin(index: int, alone_s: float) -> None:
-        link.start(alone_s, lambda: ends_s.__setitem__(index, clock.now_s))
+        link.start(alone_s, lambda: ends_s.__setitem__(index, link.now_s))
 
     for index, (at_s, alone_s) in enumerate(transfers):
-        clock.call_at(at_s, partial(begin, index, alone_s))
-    clock.run()
+        link.after(at_s, partial(begin, index, alone_s))
+    link.run()
     return ends_s
 
 
@@ -47,10 +46,10 @@ def test_all_end_and_the_link_carries_no_more_than_it_can(
     assert max(ends_s) == pytest.approx(last_s, abs=1e-6)
 
 
-def test_the_clock_calls_what_is_due_in_order_and_nothing_in_the_past() -> None:
-    clock, called = ManualClock(), list[tuple[float, str]]()
+def test_what_is_due_is_called_in_order() -> None:
+    link, called = SharedLink(), list[tuple[float, str]]()
     for at_s, name in ((3.0, "c"), (1.0, "a"), (2.0, "b"), (2.0, "B")):
-        clock.call_at(at_s, lambda name=name: called.append((clock.now_s, name)))  # type: ignore[misc]
-    clock.call_at(4.0, lambda: clock.call_at(0.5, lambda: called.append((clock.now_s, "late"))))
-    clock.run()
-    assert called == [(1.0, "a"), (2.0, "b"), (2.0, "B"), (3.0, "c"), (4.0, "late")]
+        link.after(at_s, lambda name=name: called.append((link.now_s, name)))  # type: ignore[misc]
+    link.after(4.0, lambda: link.after(0.5, lambda: called.append((link.now_s, "late"))))
+    link.run()
+    assert called == [(1.0, "a"), (2.0, "b"), (2.0, "B"), (3.0, "c"), (4.5, "late")]
