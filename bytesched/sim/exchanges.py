@@ -5,10 +5,8 @@ One rank stands for all of them: they are alike, and none waits for another's wo
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from heapq import heappop, heappush
 
 from bytesched.bench.profile import LayerProfile
@@ -17,7 +15,7 @@ from bytesched.bench.table import percentile
 from bytesched.link.bound import exchanging_optimum_s
 from bytesched.link.cluster import Work
 from bytesched.link.fabric import Fabric
-from bytesched.link.shared import SharedLink
+from bytesched.link.shared import Event, Process, SharedLink
 from bytesched.sim.predict import Prediction
 from bytesched.sim.systems import Model, buckets, scheduled
 
@@ -55,172 +53,108 @@ class Exchanging:
     ) -> None:
         self._work, self._layers, self._fabric, self._form = work, layers, fabric, form
         self._link = SharedLink()
-        #: calls back when experts have computed for so long
-        self.after = self._link.after
-        #: of the group of gradients: the key of what goes first, a number, seconds, what follows
-        self._queue: list[tuple[int, int, float, float, Callable[[], object]]] = []
-        self._handed_over = 0
-        self._under_way = 0
-        self._missing = [len(bundle.jobs) for bundle in work.bundles]
-        self._updated = [False] * len(work.bundles)
-        self._stepped = False
-        self._waits_for = -1
-        self._chain = self._stretches()
+        #: of the group of gradients: the key of what goes first, a number, seconds, the end
+        self._queue: list[tuple[int, int, float, float, Event]] = []
+        self._handed_over = self._under_way = 0
+        self._arrived: dict[int, Event] = {}
+        self._updated = [Event() for _ in work.bundles]
         #: seconds of each all-to-all, or piece of one
         self.exchanges_s: list[float] = []
         self.iteration_s = 0.0
 
     def run(self) -> Exchanging:
         """Itself, with its times."""
-        self._go_on()
+        self._link.go_on(self._chain())
         self._link.run()
         return self
 
-    def _stretches(self) -> Iterator[Callable[[], None]]:
-        """What the chain does, one after the other: each calls `_go_on` when it is over."""
+    # -- what goes on ------------------------------------------------------------------
+
+    def _chain(self) -> Process:
         work = self._work
         for index in reversed(range(len(self._layers))):
-            yield partial(self._layer, self._layers[index], work.backward_s[index])
+            yield from self._layer(self._layers[index], work.backward_s[index])
             self._released(index)
-        self._step()
+        for number in range(len(work.bundles)):
+            self._link.go_on(self._update(number))
         for index, layer in enumerate(self._layers):
-            if work.bundle_of[index] >= 0 and not self._updated[work.bundle_of[index]]:
-                yield partial(self._await, work.bundle_of[index])
-            yield partial(self._layer, layer, work.forward_s[index])
+            if work.bundle_of[index] >= 0:
+                yield self._updated[work.bundle_of[index]]
+            yield from self._layer(layer, work.forward_s[index])
         self.iteration_s = self._link.now_s
 
-    def _go_on(self) -> None:
-        if (stretch := next(self._chain, None)) is not None:
-            stretch()
+    def _update(self, number: int) -> Process:
+        bundle = self._work.bundles[number]
+        for job in bundle.jobs:
+            yield self._arrived[job]
+        yield bundle.update_s
+        self._updated[number].happen()
 
-    # -- the chain ---------------------------------------------------------------------
-
-    def _await(self, bundle: int) -> None:
-        self._waits_for = bundle
-
-    def _layer(self, layer: LayerProfile, compute_s: float) -> None:
+    def _layer(self, layer: LayerProfile, compute_s: float) -> Process:
+        """Of experts: pieces are dispatched, computed and sent back, each in their order."""
         if not layer.exchange_bytes:
-            self.after(compute_s, self._go_on)
+            yield compute_s
             return
         count = self._form.pieces
-        _Pieces(self, layer.exchange_bytes / count, compute_s / count, count).begin()
+        nbytes = layer.exchange_bytes / count
+        dispatched, computed = ([Event() for _ in range(count)] for _ in range(2))
 
-    def exchange(self, nbytes: float, done: Callable[[], object]) -> None:
-        """An all-to-all of so many bytes; ``done`` is called when it is over."""
+        def compute() -> Process:
+            for there, done in zip(dispatched, computed, strict=True):
+                yield there
+                yield compute_s / count
+                done.happen()
+
+        self._link.go_on(compute())
+        for piece in dispatched:
+            yield from self._exchange(nbytes)
+            piece.happen()
+        for piece in computed:
+            yield piece
+            yield from self._exchange(nbytes)
+
+    def _exchange(self, nbytes: float) -> Process:
+        """An all-to-all of so many bytes."""
         fabric, began_s = self._fabric, self._link.now_s
-
-        def over() -> None:
-            self.exchanges_s.append(self._link.now_s - began_s)
-            done()
-
         alone_s = nbytes * (fabric.ranks - 1) / fabric.ranks / fabric.bytes_per_s
         if self._form.is_queued:
-            self._hand_over(0, alone_s, fabric.latency_s, over)
+            yield self._hand_over(0, alone_s, fabric.latency_s)
         else:
-            self._link.start(alone_s, partial(self.after, fabric.latency_s, over))
+            yield self._link.carry(alone_s)
+            yield fabric.latency_s
+        self.exchanges_s.append(self._link.now_s - began_s)
 
-    def passed(self) -> None:
-        """A layer of experts is over."""
-        self._go_on()
-
-    # -- gradients ---------------------------------------------------------------------
+    # -- the group of gradients ----------------------------------------------------------
 
     def _released(self, layer: int) -> None:
         is_planned = self._work.is_planned and self._work.policy != "fifo"
         for index, job in enumerate(self._work.jobs):
             if job.layer == layer:
-                self._hand_over(
-                    # What a plan comes to whose times are those of this iteration.
-                    job.gate if is_planned else 0,
-                    self._fabric.occupied_s(job.nbytes, job.share),
-                    self._fabric.start_up_s(job.nbytes, job.share),
-                    partial(self._arrived, index),
-                )
+                # A plan comes to this, where its times are those of this iteration.
+                key = job.gate if is_planned else 0
+                work_s = self._fabric.occupied_s(job.nbytes, job.share)
+                late_s = self._fabric.start_up_s(job.nbytes, job.share)
+                self._arrived[index] = self._hand_over(key, work_s, late_s)
 
-    def _arrived(self, index: int) -> None:
-        for number, bundle in enumerate(self._work.bundles):
-            if index in bundle.jobs:
-                self._missing[number] -= 1
-                if not self._missing[number] and self._stepped:
-                    self._update(number)
-
-    def _step(self) -> None:
-        self._stepped = True
-        for number, missing in enumerate(self._missing):
-            if not missing and not self._updated[number]:
-                self._update(number)
-
-    def _update(self, number: int) -> None:
-        self.after(self._work.bundles[number].update_s, partial(self._is_updated, number))
-
-    def _is_updated(self, number: int) -> None:
-        self._updated[number] = True
-        if self._waits_for == number:
-            self._waits_for = -1
-            self._go_on()
-
-    # -- the link ----------------------------------------------------------------------
-
-    def _hand_over(
-        self, key: int, work_s: float, late_s: float, done: Callable[[], object]
-    ) -> None:
-        """Queues a collective; ``late_s`` after it has left the link, it is across."""
-        heappush(self._queue, (key, self._handed_over, work_s, late_s, done))
+    def _hand_over(self, key: int, work_s: float, late_s: float) -> Event:
+        """The end of a collective, ``late_s`` after it has left the link."""
+        end = Event()
+        heappush(self._queue, (key, self._handed_over, work_s, late_s, end))
         self._handed_over += 1
-        self._next_of_queue()
+        self._start_next()
+        return end
 
-    def _next_of_queue(self) -> None:
+    def _start_next(self) -> None:
         while self._queue and self._under_way < _GROUP_SLOTS:
             self._under_way += 1
-            _, _, work_s, late_s, done = heappop(self._queue)
-            self._link.start(work_s, partial(self.after, late_s, partial(self._left, done)))
+            self._link.go_on(self._carried(*heappop(self._queue)[2:]))
 
-    def _left(self, done: Callable[[], object]) -> None:
+    def _carried(self, work_s: float, late_s: float, end: Event) -> Process:
+        yield self._link.carry(work_s)
+        yield late_s
         self._under_way -= 1
-        self._next_of_queue()
-        done()
-
-
-class _Pieces:
-    """A layer of experts whose all-to-alls are cut: one piece is sent at a time, in order."""
-
-    def __init__(self, iteration: Exchanging, nbytes: float, compute_s: float, count: int) -> None:
-        self._iteration, self._nbytes, self._compute_s = iteration, nbytes, compute_s
-        self._to_send: deque[Callable[[], object]] = deque([self._dispatched] * count)
-        self._is_sending = self._is_computing = False
-        self._to_compute = 0
-        self._missing = count
-
-    def begin(self) -> None:
-        """Dispatches the first piece."""
-        self._next()
-
-    def _next(self) -> None:
-        if self._to_send and not self._is_sending:
-            self._is_sending = True
-            self._iteration.exchange(self._nbytes, partial(self._sent, self._to_send.popleft()))
-        if self._to_compute and not self._is_computing:
-            self._is_computing = True
-            self._to_compute -= 1
-            self._iteration.after(self._compute_s, self._computed)
-
-    def _sent(self, then: Callable[[], object]) -> None:
-        self._is_sending = False
-        then()
-        self._next()
-
-    def _dispatched(self) -> None:
-        self._to_compute += 1
-
-    def _computed(self) -> None:
-        self._is_computing = False
-        self._to_send.append(self._combined)
-        self._next()
-
-    def _combined(self) -> None:
-        self._missing -= 1
-        if not self._missing:
-            self._iteration.passed()
+        self._start_next()
+        end.happen()
 
 
 def predict_exchanging(system: System, model: Model, fabric: Fabric) -> Prediction:

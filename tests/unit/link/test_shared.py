@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bytesched.link.shared import SharedLink
+from bytesched.link.shared import Event, Process, SharedLink
 
 
 def ends_of(transfers: list[tuple[float, float]]) -> list[float]:
@@ -16,11 +14,13 @@ def ends_of(transfers: list[tuple[float, float]]) -> list[float]:
     link = SharedLink()
     ends_s = [-1.0] * len(transfers)
 
-    def begin(index: int, alone_s: float) -> None:
-        link.start(alone_s, lambda: ends_s.__setitem__(index, link.now_s))
+    def transfer(index: int, at_s: float, alone_s: float) -> Process:
+        yield at_s
+        yield link.carry(alone_s)
+        ends_s[index] = link.now_s
 
-    for index, (at_s, alone_s) in enumerate(transfers):
-        link.after(at_s, partial(begin, index, alone_s))
+    for index, times in enumerate(transfers):
+        link.go_on(transfer(index, *times))
     link.run()
     return ends_s
 
@@ -46,10 +46,20 @@ def test_all_end_and_the_link_carries_no_more_than_it_can(
     assert max(ends_s) == pytest.approx(last_s, abs=1e-6)
 
 
-def test_what_is_due_is_called_in_order() -> None:
-    link, called = SharedLink(), list[tuple[float, str]]()
-    for at_s, name in ((3.0, "c"), (1.0, "a"), (2.0, "b"), (2.0, "B")):
-        link.after(at_s, lambda name=name: called.append((link.now_s, name)))  # type: ignore[misc]
-    link.after(4.0, lambda: link.after(0.5, lambda: called.append((link.now_s, "late"))))
+def test_what_happens_is_in_order_and_an_event_is_waited_for_once() -> None:
+    link, came, event = SharedLink(), list[tuple[float, str]](), Event()
+
+    def wait(name: str, *waits: float | Event) -> Process:
+        yield from waits
+        came.append((link.now_s, name))
+
+    def ring() -> Process:
+        yield 2.5
+        event.happen()
+
+    for name, at_s in (("c", 3.0), ("a", 1.0), ("b", 2.0), ("B", 2.0)):
+        link.go_on(wait(name, at_s))
+    for process in (wait("rung", event), wait("late", 4.0, event, 0.5), ring()):
+        link.go_on(process)
     link.run()
-    assert called == [(1.0, "a"), (2.0, "b"), (2.0, "B"), (3.0, "c"), (4.5, "late")]
+    assert came == [*((1.0, "a"), (2.0, "b"), (2.0, "B"), (2.5, "rung"), (3.0, "c"), (4.5, "late"))]
