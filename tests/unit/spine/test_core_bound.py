@@ -87,6 +87,21 @@ def test_the_schedule_keeps_the_bound(
     assert job.fluid_optimum_s - 1e-9 <= took_s <= bound_s + 1e-9
 
 
+def test_the_bound_is_not_loose() -> None:
+    """The first layer's gradient, ready last, waits for the chunk that has just begun."""
+    job = Job([Layer(10.0, 0.001, 10), Layer(0.1, 1.0, 1000)])
+    bound_s = schedule_bound_s(
+        job.fluid_optimum_s,
+        chunks=2,
+        overhead_s=0.0,
+        partition_bytes=1000,
+        credit_bytes=1,
+        bytes_per_s=BYTES_PER_S,
+    )
+    lost_s = job.took_s(partition_bytes=1000, credit_bytes=1) - job.fluid_optimum_s
+    assert lost_s > 0.99 * (bound_s - job.fluid_optimum_s)
+
+
 @settings(max_examples=25)
 @given(job=jobs)
 def test_tiny_chunks_without_overhead_reach_the_optimum(job: Job) -> None:
