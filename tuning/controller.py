@@ -20,11 +20,12 @@ from typing import TypeVar
 from bytesched.tunable import Setting
 
 from .drift import Drift
+from .file import Trial
 from .guard import Guard
 from .samples import spread, typical_s
 from .search import Search
 
-__all__ = ["Adopted", "Controller", "Drifted", "Pace", "Report", "Tried", "Turn"]
+__all__ = ["Adopted", "Controller", "Drifted", "Pace", "Report", "Turn"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,18 +66,6 @@ class Pace:
 
 
 @dataclass(frozen=True, slots=True)
-class Tried:
-    """A setting was measured."""
-
-    setting: Setting
-    step_s: float
-    durations_s: tuple[float, ...]
-    phase: str
-    #: clearly worse, so that no more steps were spent on it
-    cut: bool = False
-
-
-@dataclass(frozen=True, slots=True)
 class Adopted:
     """The tuning is over."""
 
@@ -96,7 +85,7 @@ class Drifted:
     retunes: bool
 
 
-Report = Tried | Adopted | Drifted
+Report = Trial | Adopted | Drifted
 _T = TypeVar("_T")
 _Running = Generator[Turn, tuple[float, ...], _T]
 
@@ -209,7 +198,7 @@ class Controller:
         costs = {self._untuned: baseline_s}
         if baseline_s > 0:
             search.tell(self._untuned, baseline_s)
-        self._report(Tried(self._untuned, baseline_s, self._samples_s, "baseline"))
+        self._report(_trial(self._untuned, "baseline", self._samples_s))
         yield from self._search_with(search, costs)
         changed = yield from self._guard(costs)
         return changed
@@ -239,7 +228,7 @@ class Controller:
             yield from self._measure(setting, self.pace.more, "search")
             samples_s += self._samples_s
             step_s = typical_s(samples_s)
-        self._report(Tried(setting, step_s, samples_s, "search", cut))
+        self._report(_trial(setting, "search", samples_s, cut=cut))
         return step_s
 
     def _guard(self, costs: dict[Setting, float]) -> _Running[bool]:
@@ -256,7 +245,7 @@ class Controller:
             steps_s = {}
             for setting in turns:
                 steps_s[setting] = yield from self._measure(setting, self.pace.guard, "guard")
-                self._report(Tried(setting, steps_s[setting], self._samples_s, "guard"))
+                self._report(_trial(setting, "guard", self._samples_s))
             guard.add(steps_s)
         self.adopted = guard.chosen()
         self._step_s = guard.step_s(self.adopted)
@@ -327,3 +316,8 @@ class Controller:
         off_drop = max(drop, self.pace.off_drop)
         # What comes after it, in this round or the next, begins with as many that do not count.
         return steps + off_drop + self.pace.guard + off_drop - drop
+
+
+def _trial(setting: Setting, phase: str, samples_s: Sequence[float], *, cut: bool = False) -> Trial:
+    durations_ms = tuple(1e3 * each_s for each_s in samples_s if 0 < each_s < math.inf)
+    return Trial(setting, phase, 1e3 * typical_s(samples_s), durations_ms, cut)

@@ -94,6 +94,7 @@ class Trial:
     phase: str
     step_ms: float
     durations_ms: tuple[float, ...]
+    #: clearly worse, so that no more steps were spent on it
     cut: bool = False
 
 

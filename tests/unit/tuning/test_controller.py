@@ -9,7 +9,8 @@ import pytest
 from tuning_cluster import BlindSearch, Cluster, Link, exact_step_s
 
 from bytesched.tunable import Setting
-from bytesched.tuning.controller import Adopted, Controller, Drifted, Pace, Report, Tried, Turn
+from bytesched.tuning.controller import Adopted, Controller, Drifted, Pace, Report, Turn
+from bytesched.tuning.file import Trial
 from bytesched.tuning.samples import spread, typical_s
 from bytesched.tuning.search import Search
 from bytesched.tuning.space import Limits, Range, Space
@@ -32,8 +33,8 @@ class Log:
         return [report for report in self.reports if isinstance(report, Drifted)]
 
     @property
-    def tried(self) -> list[Tried]:
-        return [report for report in self.reports if isinstance(report, Tried)]
+    def tried(self) -> list[Trial]:
+        return [report for report in self.reports if isinstance(report, Trial)]
 
 
 def controller_on(
@@ -121,7 +122,7 @@ def test_the_worst_candidates_cost_the_fewest_steps() -> None:
     whole = [tried for tried in log.tried if tried.phase == "search" and not tried.cut]
     assert cut
     assert whole
-    assert max(len(tried.durations_s) for tried in cut) < min(len(t.durations_s) for t in whole)
+    assert max(len(tried.durations_ms) for tried in cut) < min(len(t.durations_ms) for t in whole)
 
 
 @pytest.mark.parametrize("late_step", [60, 400])
