@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable
 from typing import Final, NamedTuple
 
-__all__ = ["ALGORITHMS", "GLOO_RANKS", "LARGE_BYTES", "LIBRARIES", "Algorithm", "algorithm_of"]
+__all__ = ["ALGORITHMS", "GLOO_RANKS", "LARGE_BYTES", "LIBRARIES", "Algorithm"]
 
 
 class Algorithm(NamedTuple):
@@ -81,12 +81,3 @@ LIBRARIES: Final[dict[str, Callable[[int, float, float, float], str]]] = {
     "mpi": _of_mpi,
     "nccl": _of_nccl,
 }
-
-
-def algorithm_of(
-    name: str, *, ranks: int, nbytes: float, bytes_per_s: float, latency_s: float
-) -> Algorithm:
-    """The algorithm of that name, or the one that the library of that name takes."""
-    if name in LIBRARIES:
-        name = LIBRARIES[name](ranks, nbytes, bytes_per_s, latency_s)
-    return ALGORITHMS[name]

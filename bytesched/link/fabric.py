@@ -5,13 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from bytesched.link.algorithms import (
-    ALGORITHMS,
-    LARGE_BYTES,
-    LIBRARIES,
-    Algorithm,
-    algorithm_of,
-)
+from bytesched.link.algorithms import ALGORITHMS, LARGE_BYTES, LIBRARIES, Algorithm
 from bytesched.link.sizes import PROBE_WINDOW
 
 __all__ = ["MESSAGES_BY_ITSELF", "Cores", "Fabric"]
@@ -127,10 +121,7 @@ class Fabric:
         return sent_s + self._late_s(nbytes, share)
 
     def _algorithm(self, nbytes: float) -> Algorithm:
-        return algorithm_of(
-            self.algorithm,
-            ranks=self.ranks,
-            nbytes=nbytes,
-            bytes_per_s=self.bytes_per_s,
-            latency_s=self.latency_s,
-        )
+        name = self.algorithm
+        if name in LIBRARIES:
+            name = LIBRARIES[name](self.ranks, nbytes, self.bytes_per_s, self.latency_s)
+        return ALGORITHMS[name]
