@@ -16,8 +16,8 @@ from bytesched.link.bound import exchanging_optimum_s
 from bytesched.link.cluster import Work
 from bytesched.link.fabric import Fabric
 from bytesched.link.shared import Event, Process, SharedLink
-from bytesched.sim.predict import Prediction
-from bytesched.sim.systems import Model, buckets, scheduled
+from bytesched.sim.predict import Prediction, candidates, largest_mb
+from bytesched.sim.systems import Model
 
 __all__ = ["FORMS", "Exchanging", "predict_exchanging"]
 
@@ -159,7 +159,7 @@ class Exchanging:
 
 def predict_exchanging(system: System, model: Model, fabric: Fabric) -> Prediction:
     """What ``system`` takes per iteration, on ranks that are alike, and its all-to-alls."""
-    form, options = FORMS[system.kind], system.options
+    form = FORMS[system.kind]
     cpu = model.costs.plain if system.kind.startswith("ddp") else model.costs.scheduled
     model = replace(model, costs=replace(model.costs, tensor_s=model.costs.tensor_s + cpu.tensor_s))
     work = _work(system, model, fabric)
@@ -172,7 +172,7 @@ def predict_exchanging(system: System, model: Model, fabric: Fabric) -> Predicti
         optimum_s=exchanging_bound_s(model, fabric, in_pieces=form.pieces > 1),
         calibrated=system.kind != "idle",
         collectives=len(work.jobs) + len(exchanges_s),
-        chosen=_chosen(work, options),
+        chosen=largest_mb(work),
         exchange_p50_s=percentile(exchanges_s, 0.5),
         exchange_p95_s=percentile(exchanges_s, 0.95),
     )
@@ -187,18 +187,10 @@ def exchanging_bound_s(model: Model, fabric: Fabric, *, in_pieces: bool) -> floa
 
 
 def _work(system: System, model: Model, fabric: Fabric) -> Work:
-    options = system.options
-    if system.kind.startswith("ddp"):
-        size = float(options["bucket_mb"]) if "bucket_mb" in options else None
-        return buckets(model, size, are_views=options.get("bucket_view") == "1")
-    work = scheduled(model, fabric, options)
+    [(build, _)] = candidates(system, fabric)
+    work = build(model)
     if system.kind == "idle":
         # Gradients that take no time: the whole step is an update.
         bundles, gates = model.whole(0)
         return replace(work, jobs=(), bundles=bundles, bundle_of=gates)
     return work
-
-
-def _chosen(work: Work, options: dict[str, str]) -> str:
-    largest = max((job.nbytes for job in work.jobs), default=0)
-    return f"{largest / 1e6:.2f} MB" if largest else ""

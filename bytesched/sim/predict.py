@@ -22,7 +22,7 @@ from bytesched.sim.systems import (
     sharded,
 )
 
-__all__ = ["Prediction", "bound_s", "on_cores", "predict"]
+__all__ = ["Prediction", "bound_s", "candidates", "largest_mb", "on_cores", "predict"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,11 +80,11 @@ def predict(
         cores=costs.cores.left(costs.cpu_load),
     )
     tried = []
-    for build, chosen in _candidates(system, fabric):
+    for build, chosen in candidates(system, fabric):
         work = build(on_cores(model, build(model), fabric))
         cluster = Cluster(work, fabric)
         ended_s = [cluster.iterate(pace) for pace in paces]
-        tried.append((_mean_s(ended_s), work, _size(system, work, chosen)))
+        tried.append((_mean_s(ended_s), work, largest_mb(work) if work.is_planned else chosen))
     iteration_s, work, chosen = min(tried, key=lambda one: one[0])
     return Prediction(
         system=system.label,
@@ -121,14 +121,14 @@ def on_cores(model: Model, work: Work, fabric: Fabric) -> Model:
     )
 
 
-def _candidates(system: System, fabric: Fabric) -> list[tuple[Callable[[Model], Work], str]]:
+def candidates(system: System, fabric: Fabric) -> list[tuple[Callable[[Model], Work], str]]:
     """What the system may be, of a model, and what was chosen for it; the fastest counts."""
     options = system.options
     if system.kind == "ddp-best":
         return [
             (partial(buckets, bucket_mb=size, are_views=True), f"{size} MB") for size in BUCKETS_MB
         ]
-    if system.kind == "ddp":
+    if system.kind.startswith("ddp"):
         size = float(options["bucket_mb"]) if "bucket_mb" in options else None
         are_views = options.get("bucket_view") == "1"
         chosen = f"{size or DEFAULT_BUCKET_MB:g} MB"
@@ -138,7 +138,7 @@ def _candidates(system: System, fabric: Fabric) -> list[tuple[Callable[[Model], 
     return [(partial(scheduled, fabric=fabric, options=options), "")]
 
 
-def _size(system: System, work: Work, chosen: str) -> str:
-    if system.kind != "bytesched":
-        return chosen
-    return f"{max(job.nbytes for job in work.jobs) / 1e6:.2f} MB"
+def largest_mb(work: Work) -> str:
+    """Of what is sent at once; nothing where nothing is sent."""
+    largest = max((job.nbytes for job in work.jobs), default=0)
+    return f"{largest / 1e6:.2f} MB" if largest else ""
