@@ -20,12 +20,12 @@ from typing import TypeVar
 from bytesched.tunable import Setting
 
 from .drift import Drift
+from .file import Trial
 from .guard import Guard
 from .samples import spread, typical_s
-from .search import Searcher
-from .unfinished import Unfinished
+from .search import Search
 
-__all__ = ["Adopted", "Controller", "Drifted", "Pace", "Report", "Tried", "Turn"]
+__all__ = ["Adopted", "Controller", "Drifted", "Pace", "Report", "Turn"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,18 +66,6 @@ class Pace:
 
 
 @dataclass(frozen=True, slots=True)
-class Tried:
-    """A setting was measured."""
-
-    setting: Setting
-    step_s: float
-    durations_s: tuple[float, ...]
-    phase: str
-    #: clearly worse, so that no more steps were spent on it
-    cut: bool = False
-
-
-@dataclass(frozen=True, slots=True)
 class Adopted:
     """The tuning is over."""
 
@@ -97,7 +85,7 @@ class Drifted:
     retunes: bool
 
 
-Report = Tried | Adopted | Drifted
+Report = Trial | Adopted | Drifted
 _T = TypeVar("_T")
 _Running = Generator[Turn, tuple[float, ...], _T]
 
@@ -120,13 +108,12 @@ class Controller:
     Args:
         untuned: what would hold without it; the baseline.
         can_switch_off: whether scheduling can be off for a turn.
-        search: makes the searcher once the baseline is measured; told what is adopted by then.
+        search: makes the search once the baseline is measured; told what is adopted by then.
         now_s: reads the time.
         pace: how many steps to spend.
         report: told what happens.
         known: a setting that is adopted from the start.
         known_step_s: what a step took under it when it was tuned; NaN if that is not known.
-        unfinished: what earlier runs have found, from which the first search goes on.
     """
 
     def __init__(
@@ -134,13 +121,12 @@ class Controller:
         untuned: Setting,
         *,
         can_switch_off: bool,
-        search: Callable[[Setting | None], Searcher],
+        search: Callable[[Setting | None], Search],
         now_s: Callable[[], float],
         pace: Pace | None = None,
         report: Callable[[Report], None] = lambda _: None,
         known: Setting | None = None,
         known_step_s: float = math.nan,
-        unfinished: Unfinished | None = None,
     ) -> None:
         self._untuned = untuned
         self._off: Setting | None = None
@@ -153,7 +139,6 @@ class Controller:
         self._report = report
         self.adopted = known
         self._known_step_s = known_step_s
-        self._unfinished = unfinished
         #: under what was adopted, as this run has measured it
         self._step_s = math.nan
         self._bytes_per_s = math.nan
@@ -206,34 +191,22 @@ class Controller:
 
     def _search_and_guard(self) -> _Running[bool]:
         """Adopts a setting; whether the cluster seems to have changed meanwhile."""
-        found, self._unfinished = self._unfinished, None
         self.steps = 0
-        if found is not None:
-            # Whatever it took, this run has the time to compare.
-            least = self.guard_steps + self.pace.first_drop + self.pace.baseline
-            self.steps = max(0, min(found.steps, self.pace.budget - least))
         baseline_s = yield from self._measure(self._untuned, self.pace.baseline, "baseline")
         self._noise = spread(self._samples_s)
-        searcher = self._search(self.adopted)
+        search = self._search(self.adopted)
         costs = {self._untuned: baseline_s}
-        rounds: list[dict[Setting, float]] = []
         if baseline_s > 0:
-            searcher.tell(self._untuned, baseline_s)
-            if found is not None:
-                rounds = [{s: r * baseline_s for s, r in one.items()} for one in found.rounds]
-                for setting, ratio in found.ratios.items():
-                    costs[setting] = ratio * baseline_s
-                    searcher.tell(setting, costs[setting])
-        self._report(Tried(self._untuned, baseline_s, self._samples_s, "baseline"))
-        if not rounds:
-            yield from self._search_with(searcher, costs)
-        changed = yield from self._guard(costs, rounds)
+            search.tell(self._untuned, baseline_s)
+        self._report(_trial(self._untuned, "baseline", self._samples_s))
+        yield from self._search_with(search, costs)
+        changed = yield from self._guard(costs)
         return changed
 
-    def _search_with(self, searcher: Searcher, costs: dict[Setting, float]) -> _Running[None]:
+    def _search_with(self, search: Search, costs: dict[Setting, float]) -> _Running[None]:
         fruitless = 0
         while self.more_trials and fruitless < _FRUITLESS:
-            setting = searcher.ask()
+            setting = search.ask()
             if setting is None:
                 break
             best_s = min(costs.values())
@@ -241,7 +214,7 @@ class Controller:
             if not step_s > 0:
                 break
             costs[setting] = step_s
-            searcher.tell(setting, step_s)
+            search.tell(setting, step_s)
             fruitless = 0 if step_s < (1 - _GAIN) * best_s else fruitless + 1
 
     def _try(self, setting: Setting, best_s: float) -> _Running[float]:
@@ -255,19 +228,14 @@ class Controller:
             yield from self._measure(setting, self.pace.more, "search")
             samples_s += self._samples_s
             step_s = typical_s(samples_s)
-        self._report(Tried(setting, step_s, samples_s, "search", cut))
+        self._report(_trial(setting, "search", samples_s, cut=cut))
         return step_s
 
-    def _guard(
-        self, costs: dict[Setting, float], rounds: Sequence[dict[Setting, float]]
-    ) -> _Running[bool]:
-        """Adopts the best of the finalists, which were compared in some rounds already."""
+    def _guard(self, costs: dict[Setting, float]) -> _Running[bool]:
+        """Adopts the best of the finalists."""
         tried = sorted((s for s in costs if s != self._untuned), key=lambda s: costs[s])
         others = [self._off] if self._off is not None else []
         guard = Guard([self._untuned, *tried[: self._finalists], *others])
-        for one in rounds:
-            if set(one) == set(guard.turns()):
-                guard.add(one)
         while len(guard) < self.pace.most_rounds:
             turns = guard.turns()
             if len(turns) < 2 or self.steps + self._steps_of(turns) > self.pace.budget:
@@ -277,7 +245,7 @@ class Controller:
             steps_s = {}
             for setting in turns:
                 steps_s[setting] = yield from self._measure(setting, self.pace.guard, "guard")
-                self._report(Tried(setting, steps_s[setting], self._samples_s, "guard"))
+                self._report(_trial(setting, "guard", self._samples_s))
             guard.add(steps_s)
         self.adopted = guard.chosen()
         self._step_s = guard.step_s(self.adopted)
@@ -348,3 +316,8 @@ class Controller:
         off_drop = max(drop, self.pace.off_drop)
         # What comes after it, in this round or the next, begins with as many that do not count.
         return steps + off_drop + self.pace.guard + off_drop - drop
+
+
+def _trial(setting: Setting, phase: str, samples_s: Sequence[float], *, cut: bool = False) -> Trial:
+    durations_ms = tuple(1e3 * each_s for each_s in samples_s if 0 < each_s < math.inf)
+    return Trial(setting, phase, 1e3 * typical_s(samples_s), durations_ms, cut)

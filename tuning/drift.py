@@ -64,12 +64,9 @@ class Drift:
             then_s = self._remembered_s
             other = now_s > _OTHER * then_s or now_s < then_s / _OTHER
             return _instead(now_s, then_s) + ", when it was tuned" if other else ""
-        moved = max(_MOVED, _DEVIATIONS * median(deviation for _, deviation in latest))
-        slower = all(step_s > (1 + moved) * before_s for step_s, _ in latest)
-        faster = all(step_s < before_s / (1 + moved) for step_s, _ in latest)
-        if not (slower or faster):
-            return ""
-        return _instead(now_s, before_s)
+        by = max(_MOVED, _DEVIATIONS * median(deviation for _, deviation in latest))
+        has_moved = _have_moved([step_s for step_s, _ in latest], before_s, by)
+        return _instead(now_s, before_s) if has_moved else ""
 
     def _bandwidth(self) -> str:
         latest = list(self._rates)
@@ -80,11 +77,14 @@ class Drift:
             self._rates.clear()
             return ""
         before = self._bytes_per_s
-        slower = all(rate < before / (1 + _BANDWIDTH_MOVED) for rate in latest)
-        faster = all(rate > before * (1 + _BANDWIDTH_MOVED) for rate in latest)
-        if not (slower or faster):
+        if not _have_moved(latest, before, _BANDWIDTH_MOVED):
             return ""
         return f"the link carries {median(latest) / 1e6:.4g} MB/s instead of {before / 1e6:.4g}"
+
+
+def _have_moved(latest: Sequence[float], before: float, by: float) -> bool:
+    """Whether all of them have, by such a share and to the same side."""
+    return min(latest) > (1 + by) * before or max(latest) < before / (1 + by)
 
 
 def _instead(now_s: float, before_s: float) -> str:

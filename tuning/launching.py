@@ -8,7 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Final
 
-__all__ = ["runs_bytesched", "under_run"]
+__all__ = ["first_argument", "runs_bytesched", "under_run"]
 
 _PYTHON: Final = re.compile(r"python(\d+(\.\d+)*)?")
 #: launchers that start `-m MODULE` on every rank as Python does
@@ -48,21 +48,24 @@ def under_run(command: Sequence[str]) -> list[str] | None:
     return None
 
 
+def first_argument(command: Sequence[str], at: int) -> int:
+    """Where the options of an interpreter end, which begin at `at`."""
+    while at < len(command) and command[at][:1] == "-" and command[at] not in ("-m", "-c", "-"):
+        at += 2 if command[at] in _WITH_VALUE else 1
+    return at
+
+
 def _interpreted(command: Sequence[str], at: int) -> list[str] | None:
     """The same; options of the interpreter begin at `at`."""
-    while at < len(command):
-        word = command[at]
-        if word == "-m":
-            module = next(iter(command[at + 1 : at + 2]), "")
-            if module in _LAUNCHER_MODULES:
-                return _launched(command, at + 2)
-            return None if module == _INTRUDER else _inserted(command, at)
-        if Path(word).name in _LAUNCHERS:
-            return _launched(command, at + 1)
-        if word in ("-", "-c") or not word.startswith("-"):
-            return None if word.startswith("-") else _inserted(command, at)
-        at += 2 if word in _WITH_VALUE else 1
-    return None
+    at = first_argument(command, at)
+    word, module = [*command[at : at + 2], "", ""][:2]
+    if word == "-m":
+        if module in _LAUNCHER_MODULES:
+            return _launched(command, at + 2)
+        return None if module == _INTRUDER else _inserted(command, at)
+    if Path(word).name in _LAUNCHERS:
+        return _launched(command, at + 1)
+    return _inserted(command, at) if word and word[0] != "-" else None
 
 
 def _launched(command: Sequence[str], at: int) -> list[str] | None:

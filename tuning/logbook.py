@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from bytesched.tunable import Setting
 
-from .controller import Adopted, Drifted, Report, Tried
+from .controller import Adopted, Drifted, Report
 from .file import Fingerprint, Trial, TuningFile
 from .memory import Memory
 
@@ -24,21 +24,12 @@ class Logbook:
         memory: where they are kept.
         fingerprint: what they are good for.
         untuned: what they are compared with.
-        unfinished: the tuning of an earlier run that the first one here goes on with.
     """
 
-    def __init__(
-        self,
-        memory: Memory,
-        fingerprint: Fingerprint,
-        untuned: Setting,
-        unfinished: TuningFile | None = None,
-    ) -> None:
+    def __init__(self, memory: Memory, fingerprint: Fingerprint, untuned: Setting) -> None:
         self._memory = memory
-        self._begun = TuningFile(fingerprint, untuned, None, "running", (), 0)
+        self._begun = TuningFile(fingerprint, untuned, None, (), 0)
         self._begin()
-        if unfinished is not None:
-            self._trials.extend(unfinished.trials)
 
     def moves_to(self, fingerprint: Fingerprint) -> None:
         """What is found from now on is good for `fingerprint`."""
@@ -46,48 +37,41 @@ class Logbook:
 
     def _begin(self) -> None:
         self._trials: list[Trial] = []
-        self._tried = 0
-        self._best: tuple[Setting, float] | None = None
-        self._untuned_s = math.nan
 
     def note(self, report: Report, *, steps: int, more_trials: int) -> None:
         """Something happened after `steps` of this tuning; about `more_trials` will follow."""
-        if isinstance(report, Tried):
+        if isinstance(report, Trial):
             self._note_trial(report, steps, more_trials)
         elif isinstance(report, Adopted):
             self._note_adopted(report)
         else:
             self._note_drift(report)
 
-    def _note_trial(self, tried: Tried, steps: int, more_trials: int) -> None:
-        durations_ms = tuple(1e3 * one_s for one_s in tried.durations_s if 0 < one_s < math.inf)
-        trial = Trial(tried.setting, tried.phase, 1e3 * tried.step_s, durations_ms, tried.cut)
+    def _note_trial(self, trial: Trial, steps: int, more_trials: int) -> None:
         self._trials.append(trial)
-        if tried.phase == "guard":
+        if trial.phase == "guard":
             more_trials = 0
         else:
-            self._tell_trial(tried, more_trials)
+            self._tell(trial, more_trials)
         trials = tuple(self._trials)
         self._memory.save(replace(self._begun, trials=trials, steps=steps, more_trials=more_trials))
 
-    def _tell_trial(self, tried: Tried, more_trials: int) -> None:
-        if self._best is None or tried.step_s < self._best[1]:
-            self._best = tried.setting, tried.step_s
-        if tried.phase == "baseline":
-            self._untuned_s = tried.step_s
-            log.info("tuning: untuned, %s: %.1f ms", tried.setting, 1e3 * tried.step_s)
-        else:
-            self._tried += 1
-            log.info(
-                "tuning: trial %d of about %d: %s: %.1f ms%s; best %.1f ms (%+.1f %%)",
-                self._tried,
-                self._tried + more_trials,
-                tried.setting,
-                1e3 * tried.step_s,
-                ", cut short" if tried.cut else "",
-                1e3 * self._best[1],
-                100 * (self._best[1] / self._untuned_s - 1),
-            )
+    def _tell(self, trial: Trial, more_trials: int) -> None:
+        untuned_ms, tried = self._trials[0].step_ms, len(self._trials) - 1
+        if not tried:
+            log.info("tuning: untuned, %s: %.1f ms", trial.setting, untuned_ms)
+            return
+        best_ms = min(each.step_ms for each in self._trials)
+        log.info(
+            "tuning: trial %d of about %d: %s: %.1f ms%s; best %.1f ms (%+.1f %%)",
+            tried,
+            tried + more_trials,
+            trial.setting,
+            trial.step_ms,
+            ", cut short" if trial.cut else "",
+            best_ms,
+            100 * (best_ms / untuned_ms - 1),
+        )
 
     def _note_adopted(self, adopted: Adopted) -> None:
         untuned = self._begun.untuned
@@ -96,7 +80,6 @@ class Logbook:
         done = replace(
             self._begun,
             setting=adopted.setting,
-            state="done",
             trials=tuple(self._trials),
             steps=adopted.steps,
             step_ms=times_ms.get(adopted.setting, math.nan),

@@ -50,7 +50,7 @@ class Memory:
         A link that measured otherwise may be the same one in a noisy moment: where none of the
         tunings of this case had a link like this one, it is that of the nearest rate.
         """
-        done = [known for _, known in self.entries() if known.state == "done"]
+        done = [known for _, known in self.entries() if known.setting is not None]
         case = [known for known in done if known.fingerprint.is_same_case(fingerprint)]
         same = [known for known in case if known.fingerprint.is_same(fingerprint)]
         found = max(same, key=lambda known: known.saved_at, default=None) or min(
@@ -58,21 +58,6 @@ class Memory:
         )
         near = [known for known in done if known.fingerprint.is_same_cluster(fingerprint)]
         return found, [known for known in near if known not in case]
-
-    def unfinished(self, fingerprint: Fingerprint) -> TuningFile | None:
-        """The tuning of this case, on a link like this one, that went furthest and did not end.
-
-        A file in the cache folder has those that are known there beside it.
-        """
-        known = [tuning for _, tuning in self.entries()]
-        if self._file is not None and self._file.parent == cache_folder():
-            known += [tuning for _, tuning in Memory(folder=cache_folder()).entries()]
-        same = [
-            tuning
-            for tuning in known
-            if tuning.state == "running" and tuning.fingerprint.is_same(fingerprint)
-        ]
-        return max(same, key=lambda tuning: tuning.steps, default=None)
 
     def entries(self) -> Iterator[tuple[Path, TuningFile]]:
         """Every file that can be read, and what is in it."""
@@ -121,7 +106,7 @@ class Memory:
                 self._complain(path, f"is left alone: {error}")
                 return False
         else:
-            if known.state == "done" and tuning.state != "done":
+            if known.setting is not None and tuning.setting is None:
                 return True
         now = datetime.now(timezone.utc).isoformat(timespec="microseconds")
         content = json.dumps(replace(tuning, saved_at=now).to_json(), indent=1)

@@ -18,19 +18,17 @@ from bytesched.version import __version__
 
 from .controller import Controller, Pace, Report
 from .file import Fingerprint, TuningFile
-from .fit import Link, fit_probes
 from .logbook import Logbook
 from .memory import Memory
-from .search import BayesianSearch, Searcher
-from .seed import seed_bytes, seeded_space
+from .search import Search
+from .seed import Link, fit_probes, seed_bytes, seeded_space
 from .space import Limits
-from .unfinished import Unfinished
 
 __all__ = ["OnlineTuner", "tuner_of"]
 
 log = logging.getLogger("bytesched")
 
-_NEEDED = ("numpy", "skopt")
+_NEEDED = ("numpy",)
 _SEED = 0
 #: what other models of this cluster have, of those that are most alike; each costs a trial
 _NEAR = 2
@@ -101,9 +99,7 @@ class OnlineTuner:
         self._link = fit_probes(facts.probes)
         pace = replace(self._pace, first_drop=facts.first_steps, drop=facts.changed_steps)
         fingerprint = _fingerprint(facts, self._link)
-        unfinished = self._unfinished(fingerprint)
-        self._logbook = Logbook(self._memory, fingerprint, facts.untuned, unfinished)
-        self._limits = self._limits.within(facts.knobs)
+        self._logbook = Logbook(self._memory, fingerprint, facts.untuned)
         known, known_step_s = self._known(fingerprint)
         self._controller = Controller(
             facts.untuned,
@@ -114,7 +110,6 @@ class OnlineTuner:
             report=self._reported,
             known=known,
             known_step_s=known_step_s,
-            unfinished=None if unfinished is None else Unfinished.of(unfinished),
         )
         return self._decision()
 
@@ -185,21 +180,6 @@ class OnlineTuner:
         log.info("tuning: at most %d steps; the link has %s", self._pace.budget, self._link)
         return None, math.nan
 
-    def _unfinished(self, fingerprint: Fingerprint) -> TuningFile | None:
-        """The tuning of this case that an earlier run has begun, if all of it can be used here."""
-        found = self._memory.unfinished(fingerprint)
-        if found is None or found.untuned != self._facts.untuned:
-            return None
-        tried = {trial.setting for trial in found.trials if trial.phase == "search"}
-        if not tried or not all(self._limits.allow(setting) for setting in tried):
-            return None
-        log.info(
-            "tuning: continues where an earlier run ended: %d steps, %d settings tried",
-            found.steps,
-            len(tried),
-        )
-        return found
-
     def _is_usable(self, tuning: TuningFile) -> bool:
         """Whether the setting of a file can be used, which may be from anyone; else it is named."""
         setting = _adopted(tuning)
@@ -218,7 +198,7 @@ class OnlineTuner:
     def _can_switch_off(self) -> bool:
         return "enabled" in self._facts.knobs
 
-    def _searcher(self, adopted: Setting | None) -> Searcher:
+    def _searcher(self, adopted: Setting | None) -> Search:
         """The search, now that the baseline is measured."""
         link = self._link
         if adopted is None:
@@ -232,7 +212,7 @@ class OnlineTuner:
         wanted = replace(space.settings[0], partition_bytes=seed, credit_bytes=2 * seed)
         first = [*([adopted] if adopted is not None else []), *self._near, space.nearest(wanted)]
         log.info("tuning: %r", space)
-        return BayesianSearch(space, seed=_SEED, first=first)
+        return Search(space, seed=_SEED, first=first)
 
     def _drifted(self) -> Link:
         """The link as probes would find it now: what is carried has changed by as much."""

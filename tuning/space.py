@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import NamedTuple
@@ -58,7 +58,7 @@ class Limits:
 
     partition: Range = _ANY
     credit: Range = _ANY
-    policies: tuple[str, ...] = ("priority",)
+    policy: str = "priority"
 
     def __post_init__(self) -> None:
         for name, sizes in (("partition_bytes", self.partition), ("credit_bytes", self.credit)):
@@ -70,8 +70,7 @@ class Limits:
                 f"credit_bytes at most {self.credit.high_bytes} is below partition_bytes at least "
                 f"{self.partition.low_bytes}, so no full partition could ever be sent"
             )
-        for policy in self.policies:
-            named_policy(policy)
+        named_policy(self.policy)
 
     @classmethod
     def of(cls, config: Config) -> Limits:
@@ -79,26 +78,17 @@ class Limits:
 
         Raises `ConfigError` for what cannot be read, and if there is a single setting.
         """
-        partition = Range(config.partition_bytes, config.partition_bytes)
-        credit = Range(config.credit_bytes, config.credit_bytes)
-        policies: tuple[str, ...] = (config.policy,)
+        given = {"partition_bytes": config.partition_bytes, "credit_bytes": config.credit_bytes}
+        sizes = {name: Range(nbytes, nbytes) for name, nbytes in given.items()}
         for name, text in _tokens(config.tune_space):
-            if name in ("partition_bytes", "credit_bytes"):
-                given = getattr(config, name)
-                if given:
-                    raise ConfigError(
-                        f"tune_space looks for {name}, which is given as {given}: leave out one"
-                    )
-                if name == "partition_bytes":
-                    partition = _range(name, text)
-                else:
-                    credit = _range(name, text)
-            elif name == "policy":
-                policies = _names(name, text, _policy)
-            else:
-                known = ("partition_bytes", "credit_bytes", "policy")
-                raise ConfigError(f"tune_space: there is no {name!r}{nearest(name, known)}")
-        limits = cls(partition, credit, policies)
+            if name not in given:
+                raise ConfigError(f"tune_space: there is no {name!r}{nearest(name, given)}")
+            if given[name]:
+                raise ConfigError(
+                    f"tune_space looks for {name}, which is given as {given[name]}: leave out one"
+                )
+            sizes[name] = _range(name, text)
+        limits = cls(sizes["partition_bytes"], sizes["credit_bytes"], config.policy)
         limits._check_choice()
         return limits
 
@@ -112,16 +102,12 @@ class Limits:
                 f"leaves one setting, {first}. Leave more open, or set tune to 0"
             )
 
-    def within(self, knobs: Collection[str]) -> Limits:
-        """The same, with one name where the names cannot change at run time."""
-        return self if "policy" in knobs else replace(self, policies=self.policies[:1])
-
     def allow(self, setting: Setting) -> bool:
         """Whether `setting` lies within them; scheduling may always be off."""
         return not setting.enabled or (
             self.partition.within(setting.partition_bytes)
             and self.credit.within(setting.credit_bytes)
-            and setting.policy in self.policies
+            and setting.policy == self.policy
         )
 
     def keep(self, setting: Setting) -> bool:
@@ -145,7 +131,12 @@ class Space:
         self.settings = tuple(_settings(limits))
         if not self.settings:
             raise ConfigError(f"no setting has {limits.partition} and {limits.credit} bytes")
-        self._axes = _axes(self.settings, limits)
+        #: the ends of what varies, by index into `_RAW`
+        self._axes = {}
+        for index, raw in enumerate(_RAW):
+            values = [raw(setting) for setting in self.settings]
+            if max(values) > min(values):
+                self._axes[index] = min(values), max(values)
 
     def __len__(self) -> int:
         return len(self.settings)
@@ -164,7 +155,7 @@ class Space:
         return [
             min(max((value - low) / (high - low), 0.0), 1.0)
             for (low, high), value in (
-                (bounds, _RAW[index](setting, self.limits)) for index, bounds in self._axes.items()
+                (bounds, _RAW[index](setting)) for index, bounds in self._axes.items()
             )
         ]
 
@@ -173,45 +164,22 @@ class Space:
         here = self.coordinates(setting)
         return min(self.settings, key=lambda other: math.dist(here, self.coordinates(other)))
 
-    def only(self, settings: Iterable[Setting]) -> Space:
-        """The space of these settings of it; itself if there are none."""
-        kept = set(settings)
-        left = tuple(setting for setting in self.settings if setting in kept)
-        if not left:
-            return self
-        smaller = Space.__new__(Space)
-        smaller.limits, smaller.settings = self.limits, left
-        smaller._axes = _axes(left, self.limits)
-        return smaller
-
     def __repr__(self) -> str:
         low, high = self.limits.partition
         return f"<Space of {len(self)} settings, partitions of {low} to {high} bytes>"
 
 
 #: what varies between settings, as numbers
-_RAW: tuple[Callable[[Setting, Limits], float], ...] = (
-    lambda setting, _: math.log2(setting.partition_bytes),
-    lambda setting, _: math.log2(setting.credit_bytes / setting.partition_bytes),
-    lambda setting, limits: limits.policies.index(setting.policy),
+_RAW: tuple[Callable[[Setting], float], ...] = (
+    lambda setting: math.log2(setting.partition_bytes),
+    lambda setting: math.log2(setting.credit_bytes / setting.partition_bytes),
 )
-
-
-def _axes(settings: tuple[Setting, ...], limits: Limits) -> dict[int, tuple[float, float]]:
-    """The ends of what varies, by index into `_RAW`."""
-    found = {}
-    for index, raw in enumerate(_RAW):
-        values = [raw(setting, limits) for setting in settings]
-        if max(values) > min(values):
-            found[index] = (min(values), max(values))
-    return found
 
 
 def _settings(limits: Limits) -> Iterable[Setting]:
     for partition_bytes in _partitions(limits.partition):
         for credit_bytes in _credits(partition_bytes, limits.credit):
-            for policy in limits.policies:
-                yield Setting(partition_bytes, credit_bytes, policy)
+            yield Setting(partition_bytes, credit_bytes, limits.policy)
 
 
 def _partitions(sizes: Range) -> list[int]:
@@ -237,8 +205,7 @@ def _tokens(text: str) -> Iterable[tuple[str, str]]:
         found = _TOKEN.fullmatch(part)
         if not found:
             raise ConfigError(
-                f"tune_space: {part!r} is not name=value, such as partition_bytes=64KiB..4MiB or "
-                "policy=priority|fifo"
+                f"tune_space: {part!r} is not name=value, such as partition_bytes=64KiB..4MiB"
             )
         if found[1] in seen:
             raise ConfigError(f"tune_space: {found[1]} is there twice")
@@ -263,16 +230,3 @@ def _size(name: str, value: object, text: str = "") -> int:
     if not size and value != 0:
         raise ConfigError(f"{name}={text or value}: a size to be tried is not 0")
     return size
-
-
-def _names(name: str, text: str, parse: Callable[[object], str]) -> tuple[str, ...]:
-    try:
-        found = tuple(dict.fromkeys(parse(part) for part in text.split("|")))
-    except ValueError as error:
-        raise ConfigError(f"tune_space: {name}={text}: {error}") from None
-    return found
-
-
-def _policy(name: object) -> str:
-    named_policy(str(name))
-    return str(name)

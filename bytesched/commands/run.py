@@ -9,7 +9,6 @@ import os
 import sys
 from collections.abc import Sequence
 from functools import partial
-from types import CodeType
 from typing import Any
 
 from bytesched import log
@@ -20,7 +19,7 @@ from bytesched.parser import CommandParser
 from bytesched.policy import named_policy
 from bytesched.run.after_import import Action
 from bytesched.run.copies import watch_copies
-from bytesched.run.script import compiled, run_file, run_module
+from bytesched.run.script import loaded
 from bytesched.run.untuned import watch_steps
 from bytesched.run.watch import noticed_something, watch
 from bytesched.tunable import find_tuner
@@ -52,14 +51,14 @@ def main(argv: Sequence[str]) -> int:
         parser.error(str(error))
     log.show(config.log_level, rank_view().rank)
     try:
-        code = None if arguments.is_module else compiled(program)
+        run = loaded(program, is_module=arguments.is_module)
     except OSError as error:
         parser.exit(CANNOT_START, f"bytesched run: can't open {program!r}: {error}\n")
     if config.enabled:
         _watch(program, is_module=arguments.is_module, tunes=config.tune)
         # Registered before anything of the script, so called after it.
         atexit.register(_say_if_nothing)
-    _run(program, code, rest)
+    run(rest)
     return 0
 
 
@@ -70,9 +69,9 @@ def run_copy(argv: Sequence[str]) -> None:
     """
     is_module = argv[0] == "-m"
     program, *rest = argv[is_module:]
-    code = None if is_module else compiled(program)
+    run = loaded(program, is_module=is_module)
     _watch(program, is_module=is_module, tunes=Config.load().tune)
-    _run(program, code, rest)
+    run(rest)
 
 
 def _watch(program: str, *, is_module: bool, tunes: bool) -> None:
@@ -82,13 +81,6 @@ def _watch(program: str, *, is_module: bool, tunes: bool) -> None:
     if tunes:
         also["torch.optim.optimizer"] = watch_steps
     watch(also)
-
-
-def _run(program: str, code: CodeType | None, arguments: Sequence[str]) -> None:
-    if code is None:
-        run_module(program, arguments)
-    else:
-        run_file(program, code, arguments)
 
 
 def _say_if_nothing() -> None:

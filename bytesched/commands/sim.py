@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from bytesched.bench.profile import Profile
-from bytesched.commands.sim_options import sim_parser
-from bytesched.commands.sim_request import (
+from bytesched.commands.sim_options import (
     check_outputs,
     climate_of,
     fabric_of,
     given_costs,
     model_of,
     shared_profiles,
+    sim_parser,
     systems_of,
 )
 from bytesched.environment import rank_view
@@ -29,9 +29,15 @@ from bytesched.link.algorithms import GLOO_RANKS
 from bytesched.sim.curve import AXES, Case, sweep
 from bytesched.sim.measure import Links, Measured, measured
 from bytesched.sim.picture import draw_map, draw_sweep
-from bytesched.sim.sharing import SHARING_LEGEND, predict_sharing, sharing_rows
 from bytesched.sim.systems import Costs
-from bytesched.sim.table import EXCHANGE_LEGEND, LEGEND, rows
+from bytesched.sim.table import (
+    EXCHANGE_LEGEND,
+    LEGEND,
+    SHARING_LEGEND,
+    predict_sharing,
+    rows,
+    sharing_rows,
+)
 from bytesched.sim.verdict import gain, verdict
 from bytesched.table import aligned
 
@@ -143,7 +149,7 @@ def _headline(case: Case, links: Links) -> list[str]:
     return [
         f"{profile.name}: {profile.nbytes / 1e6:.1f} MB of gradients in "
         f"{len(model.tensors())} tensors, compute {1e3 * profile.compute_s:.1f} ms"
-        f"{', clipped' if model.clip else ''}; {case.iterations} iterations"
+        f"{', clipped' if model.clip else ''}; {len(case.paces)} iterations"
         f"{f', jitter {100 * spread:.2g} %' if spread else ''}",
         f"{_link(case, links)}",
         f"assumed: an update of {1e3 * model.update_s(profile.nbytes):.1f} ms",

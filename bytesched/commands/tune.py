@@ -9,7 +9,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,22 +22,17 @@ from bytesched.tunable import find_tuner
 from bytesched.tuning.file import TuningFile
 from bytesched.tuning.launching import runs_bytesched, under_run
 from bytesched.tuning.memory import Memory, cache_folder
-from bytesched.tuning.progress import Progress, progress_for
-from bytesched.tuning.unfinished import best_so_far
 
 #: the exit code after a signal is this and its number
 KILLED = 128
 LOOK_S = 0.25
 GRACE_S = 15.0
-#: steps of a bench beyond those of its tuning
-_MORE_STEPS = 10
 _EPILOG = """\
 The command is the one that starts the training. Its script need not call
 bytesched.wrap: it is run by 'bytesched run', where it can be found in the command.
 
   bytesched tune -- torchrun --nproc-per-node 2 train.py
   bytesched tune --save mine.json --steps 200 -- torchrun ... train.py
-  bytesched tune --bench emulate:gpt -- --lab 2 --rate 1gbit
   bytesched tune --show
 """
 
@@ -63,23 +57,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not config.enabled:
         raise ConfigError("enabled is off, so there is nothing to tune: set it to 1, or leave it")
     find_tuner(config)
-    command = _command(options, rest, config.tune_steps)
-    if not command:
-        parser.error("nothing to run: bytesched tune -- torchrun ... train.py, or --bench MODEL")
-    return _tune(_wrapping(command), config, stop=options.stop or bool(options.bench))
-
-
-def _command(options: argparse.Namespace, rest: list[str], tune_steps: int) -> list[str]:
-    if not options.bench:
-        return rest
-    kind, _, name = options.bench.rpartition(":")
-    if kind not in ("", "emulate"):
-        kind, name = "", options.bench
-    steps = str(tune_steps + _MORE_STEPS)
-    return [
-        sys.executable, "-m", "bytesched", "bench", f"--{kind or 'model'}", name, "--systems",
-        "bytesched", "--rounds", "1", "--warmup", "2", "--iterations", steps, *rest,
-    ]  # fmt: skip
+    if not rest:
+        parser.error("nothing to run: bytesched tune -- torchrun ... train.py")
+    return _tune(_wrapping(rest), config, stop=options.stop)
 
 
 def _wrapping(command: list[str]) -> list[str]:
@@ -108,9 +88,6 @@ def _tune(command: list[str], config: Config, *, stop: bool) -> int:
     # A file of its own: it always tunes, whatever is known, and replaces that when it is done.
     file = folder / f"running-{os.getpid()}.json"
     file.unlink(missing_ok=True)
-    begun = _read(Path(config.tune_file)) if config.tune_file else None
-    if begun is not None and begun.setting is None:
-        Memory(file).save(begun)
     environment = child_environment(
         {
             "BYTESCHED_TUNE": "1",
@@ -125,8 +102,7 @@ def _tune(command: list[str], config: Config, *, stop: bool) -> int:
             signal.signal(number, lambda number, _: sys.exit(KILLED + number))
     saved: Path | None = None
     try:
-        with progress_for(config.tune_steps) as progress:
-            code = _run(command, environment, file, progress, stop=stop)
+        code = _run(command, environment, file, config.tune_steps, stop=stop)
     finally:
         # Also of a training that was interrupted, which is how many end.
         tuning = _read(file)
@@ -155,29 +131,14 @@ def _checked(file: Path) -> Path:
 
 
 def _run(
-    command: list[str],
-    environment: dict[str, str],
-    file: Path,
-    progress: Progress,
-    *,
-    stop: bool,
+    command: list[str], environment: dict[str, str], file: Path, steps: int, *, stop: bool
 ) -> int:
     # A group of its own, so that a launcher ends together with its ranks.
     try:
-        process = subprocess.Popen(
-            command,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            start_new_session=True,
-        )
+        process = subprocess.Popen(command, env=environment, start_new_session=True)
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or error
         raise ConfigError(f"{command[0]!r} cannot be started: {why}") from None
-    printer = threading.Thread(target=_pass_on, args=(process, progress), daemon=True)
-    printer.start()
     shown: TuningFile | None = None
     try:
         while True:
@@ -186,25 +147,28 @@ def _run(
             tuning = _read(file)
             if tuning is not None and tuning != shown:
                 shown = tuning
-                progress.show(tuning)
+                print(f"tune: {tuning.steps} of {steps} steps, {summary(tuning)}", file=sys.stderr)
             if process.returncode is not None:
-                printer.join(GRACE_S)
                 return process.returncode
             if stop and shown is not None and shown.setting is not None:
                 return 0
     finally:
         _end(process)
-        printer.join(GRACE_S)
 
 
-def _pass_on(process: subprocess.Popen[str], progress: Progress) -> None:
-    assert process.stdout is not None
-    with process.stdout as lines:
-        for line in lines:
-            progress.pass_on(line)
+def summary(tuning: TuningFile) -> str:
+    """The trials so far in one line."""
+    tried = [trial for trial in tuning.trials if trial.phase == "search"]
+    measured = [t for t in tuning.trials if t.step_ms > 0 and t.phase in ("baseline", "search")]
+    if not measured:
+        return "measuring the untuned setting"
+    best = min(measured, key=lambda trial: trial.step_ms)
+    gain = 100 * (1 - best.step_ms / measured[0].step_ms)
+    number = f"trial {len(tried)} of about {len(tried) + tuning.more_trials}"
+    return f"{number}, best {best.step_ms:.1f} ms, {gain:.1f} % gained: {best.setting}"
 
 
-def _end(process: subprocess.Popen[str]) -> None:
+def _end(process: subprocess.Popen[bytes]) -> None:
     """Ends what was started, if it still runs."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         if process.poll() is not None:
@@ -231,10 +195,15 @@ def _unfinished(tuning: TuningFile | None, code: int, saved: Path | None) -> str
             "DistributedDataParallel, Horovod or bytesched.wrap, and with rank 0 on this machine?"
         )
     lines = [f"tune: {ended} before the tuning did, after {tuning.steps} steps"]
-    if found := best_so_far(tuning):
-        best, gain_pct = found
-        lines.append(f"best so far: {best}, {gain_pct:.1f} % gained; not compared in turns yet")
-        lines.append(f"to use it: {replace(tuning, setting=best).paste()}")
+    tried = [trial for trial in tuning.trials if trial.phase in ("baseline", "search")]
+    measured = [trial for trial in tried if trial.step_ms > 0]
+    best = min(measured, key=lambda trial: trial.step_ms, default=None)
+    if best is not None and best.step_ms < measured[0].step_ms:
+        gain_pct = 100 * (1 - best.step_ms / measured[0].step_ms)
+        lines.append(
+            f"best so far: {best.setting}, {gain_pct:.1f} % gained; not compared in turns yet"
+        )
+        lines.append(f"to use it: {replace(tuning, setting=best.setting).paste()}")
     if saved is not None:
         lines.append(_kept(saved))
     return "\n".join(lines)
@@ -244,7 +213,7 @@ def _kept(file: Path) -> str:
     known = _read(file)
     if known is not None and known.setting is not None:
         return f"{file} holds a finished tuning and stays as it was: to begin anew, remove it"
-    return f"kept in {file}: the same command goes on from there, or let it train longer"
+    return f"kept in {file} (see bytesched report); let it train longer"
 
 
 def _report(tuning: TuningFile, file: Path | None) -> None:
@@ -310,12 +279,6 @@ def _parser() -> argparse.ArgumentParser:
         help=f"most steps of a search (at least {LEAST_TUNE_STEPS}; default 150)",
     )
     add("--space", metavar="TEXT", help='where to look, such as "partition_bytes=64KiB..4MiB"')
-    add(
-        "--bench",
-        default="",
-        metavar="MODEL",
-        help="train a model of the bench; emulate:MODEL emulates its compute",
-    )
     add("--stop", action="store_true", help="end the command when a setting is adopted")
     add("--show", action="store_true", help="list the tunings that are kept, finished or not")
     add("--forget", default="", metavar="NAME", help="remove one of these, or all")

@@ -38,7 +38,6 @@ OPTIONAL = {
     "matplotlib": "report",
     "horovod": "horovod",
     "mpi4py": "mpi",
-    "scikit-optimize": "tune",
     "ortools": "pipeline",
 }
 

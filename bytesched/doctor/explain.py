@@ -12,7 +12,7 @@ from bytesched import log
 from bytesched.config import Config, set_on_command_line
 from bytesched.doctor.advice import advice_for
 from bytesched.environment import rank_view
-from bytesched.run.script import compiled, run_file, run_module
+from bytesched.run.script import loaded
 from bytesched.run.watch import watch
 
 __all__ = ["explain", "report"]
@@ -39,7 +39,7 @@ def explain(command: Sequence[str], steps: int, tell: Callable[[str], object]) -
     log.show("WARNING" if config.log_level == "INFO" else config.log_level, ranks.rank)
     is_module = command[0] == "-m"
     program, *arguments = command[is_module:]
-    code = None if is_module else compiled(program)
+    run = loaded(program, is_module=is_module)
     begun: list[Any] = []
 
     def begin(_: object) -> None:
@@ -49,10 +49,7 @@ def explain(command: Sequence[str], steps: int, tell: Callable[[str], object]) -
     if ranks.rank == 0:
         # Registered before anything of the script, so called after it.
         atexit.register(_tell, program, begun, tell)
-    if code is None:
-        run_module(program, arguments)
-    else:
-        run_file(program, code, arguments)
+    run(arguments)
 
 
 def _tell(program: str, begun: Sequence[Any], tell: Callable[[str], object]) -> None:

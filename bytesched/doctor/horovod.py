@@ -12,7 +12,6 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 from bytesched.doctor.checks import Check
@@ -84,44 +83,39 @@ def launchers() -> list[Check]:
 def settings() -> list[Check]:
     """Say which of Horovod's settings are read otherwise than written, or are in the way."""
     found = [
-        Check("horovod settings", "warn", *words)
-        for words in (*_cut_off(), *_autotune(), *_cache(), *_restart())
-    ]
-    return found or [Check("horovod settings", "ok", "none stands in bytesched's way")]
-
-
-def _cut_off() -> Iterator[tuple[str, str]]:
-    for name in NUMBERS:
-        if not is_horovod_number(name):
-            text = f"HOROVOD_{name}={horovod_variable(name)}"
-            yield f"{text} is read as {horovod_number(name, 0):g}", "write a plain number"
-
-
-def _autotune() -> Iterator[tuple[str, str]]:
-    if horovod_autotunes():
-        yield (
-            "HOROVOD_AUTOTUNE is on: bytesched leaves the optimizer as it is",
-            "unset HOROVOD_AUTOTUNE to have bytesched schedule",
+        (
+            f"HOROVOD_{name}={horovod_variable(name)} is read as {horovod_number(name, 0):g}",
+            "write a plain number",
         )
-
-
-def _cache() -> Iterator[tuple[str, str]]:
+        for name in NUMBERS
+        if not is_horovod_number(name)
+    ]
+    if horovod_autotunes():
+        found.append(
+            (
+                "HOROVOD_AUTOTUNE is on: bytesched leaves the optimizer as it is",
+                "unset HOROVOD_AUTOTUNE to have bytesched schedule",
+            )
+        )
     capacity = horovod_cache_capacity()
     if 0 < capacity < HOROVOD_CACHE_CAPACITY:
-        yield (
-            f"HOROVOD_CACHE_CAPACITY={capacity}: beyond so many chunks, every tensor is negotiated "
-            "again in every step",
-            "unset it, or set it to the number of chunks, if that is higher",
+        found.append(
+            (
+                f"HOROVOD_CACHE_CAPACITY={capacity}: beyond so many chunks, every tensor is "
+                "negotiated again in every step",
+                "unset it, or set it to the number of chunks, if that is higher",
+            )
         )
-
-
-def _restart() -> Iterator[tuple[str, str]]:
     if horovod_variable("FUSION_THRESHOLD") and horovod_variable("CYCLE_TIME"):
-        yield (
-            "HOROVOD_FUSION_THRESHOLD and HOROVOD_CYCLE_TIME are both set: Horovod then crashes in "
-            "a second hvd.init(), as in an elastic run",
-            "unset one of them if ranks come and go",
+        found.append(
+            (
+                "HOROVOD_FUSION_THRESHOLD and HOROVOD_CYCLE_TIME are both set: Horovod then "
+                "crashes in a second hvd.init(), as in an elastic run",
+                "unset one of them if ranks come and go",
+            )
         )
+    checks = [Check("horovod settings", "warn", detail, fix) for detail, fix in found]
+    return checks or [Check("horovod settings", "ok", "none stands in bytesched's way")]
 
 
 def _open_mpi_release() -> int:

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable
 from typing import Final, NamedTuple
 
-__all__ = ["ALGORITHMS", "GLOO_RANKS", "LARGE_BYTES", "LIBRARIES", "Algorithm", "algorithm_of"]
+__all__ = ["ALGORITHMS", "GLOO_RANKS", "LARGE_BYTES", "LIBRARIES", "Algorithm"]
 
 
 class Algorithm(NamedTuple):
@@ -49,24 +49,6 @@ GLOO_RANKS: Final = 16
 _MPI_SHORT_BYTES: Final = 2048
 
 
-def _of_gloo(ranks: int, nbytes: float, bytes_per_s: float, latency_s: float) -> str:
-    """A ring at any size and among any number of ranks.
-
-    gloo/allreduce.cc runs one unless a caller names another algorithm, and neither torch's
-    ProcessGroupGloo nor Horovod does; Gloo's halving and doubling belong to its old interface.
-    """
-    return "ring"
-
-
-def _of_mpi(ranks: int, nbytes: float, bytes_per_s: float, latency_s: float) -> str:
-    """As MPICH chooses (src/mpi/coll/allreduce/allreduce.c, and the paper above).
-
-    Open MPI doubles up to 10,000 bytes, and takes a ring or halving above, by the number of ranks
-    (coll_tuned_decision_fixed.c); both send the same bytes.
-    """
-    return "doubling" if nbytes <= _MPI_SHORT_BYTES else "halving"
-
-
 def _of_nccl(ranks: int, nbytes: float, bytes_per_s: float, latency_s: float) -> str:
     """Ring or trees, whichever its model of latency and bandwidth finds faster.
 
@@ -81,25 +63,21 @@ def _of_nccl(ranks: int, nbytes: float, bytes_per_s: float, latency_s: float) ->
     return min(("ring", "tree"), key=estimated_s)
 
 
-def _of_auto(ranks: int, nbytes: float, bytes_per_s: float, latency_s: float) -> str:
-    """Gloo's among few ranks; among more, where nobody takes a ring for everything, MPI's."""
-    library = _of_gloo if ranks <= GLOO_RANKS else _of_mpi
-    return library(ranks, nbytes, bytes_per_s, latency_s)
+def _of_mpi(ranks: int, nbytes: float, bytes_per_s: float, latency_s: float) -> str:
+    return "doubling" if nbytes <= _MPI_SHORT_BYTES else "halving"
 
 
-#: what a library takes for a number of ranks and of bytes, on such links
+#: what a library takes for a number of ranks and of bytes, on links of a rate and a latency
 LIBRARIES: Final[dict[str, Callable[[int, float, float, float], str]]] = {
-    "auto": _of_auto,
-    "gloo": _of_gloo,
+    # Gloo's among few ranks; among more, where nobody takes a ring for everything, MPI's.
+    "auto": lambda ranks, *link: "ring" if ranks <= GLOO_RANKS else _of_mpi(ranks, *link),
+    # A ring at any size and among any number of ranks: gloo/allreduce.cc runs one unless a caller
+    # names another algorithm, and neither torch's ProcessGroupGloo nor Horovod does; Gloo's halving
+    # and doubling belong to its old interface.
+    "gloo": lambda *_: "ring",
+    # As MPICH chooses (src/mpi/coll/allreduce/allreduce.c, and the paper above). Open MPI doubles
+    # up to 10,000 bytes, and takes a ring or halving above, by the number of ranks
+    # (coll_tuned_decision_fixed.c); both send the same bytes.
     "mpi": _of_mpi,
     "nccl": _of_nccl,
 }
-
-
-def algorithm_of(
-    name: str, *, ranks: int, nbytes: float, bytes_per_s: float, latency_s: float
-) -> Algorithm:
-    """The algorithm of that name, or the one that the library of that name takes."""
-    if name in LIBRARIES:
-        name = LIBRARIES[name](ranks, nbytes, bytes_per_s, latency_s)
-    return ALGORITHMS[name]

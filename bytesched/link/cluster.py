@@ -1,35 +1,96 @@
 """A training cluster in virtual time: what every rank computes, issues and waits for.
 
-All ranks issue collectives in one order: that in which they are listed, or backward's until one is
-planned of what all have measured. So a rank issues one when it has its gradients, has issued the
-one before it and has credit; a collective begins at the maximum over the ranks. That is a
-recurrence of maxima and sums, with one entry for each rank.
+All ranks issue collectives in one order: as they become ready, or as planned of what all have
+measured (plugins/planned/planning.py). So a rank issues one when it has its gradients and has
+issued the one before it, and a collective begins at the maximum over the ranks. That is a
+recurrence of maxima and sums, with one entry for each rank; ranks of one pace share an entry.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from heapq import heappop, heappush
-from itertools import repeat
+from itertools import accumulate, repeat
 from math import inf
+from typing import Final
 
-from bytesched.course import Course, Say
+from bytesched.ahead import ChunkTimes, Link, plan_order
 from bytesched.link.fabric import Fabric
-from bytesched.link.planned import Measured, planned_order
-from bytesched.link.work import Gather, Job, Work
 
-__all__ = ["Cluster", "Weather"]
+__all__ = ["LEAST_ITERATIONS", "Bundle", "Cluster", "Gather", "Job", "Work"]
+
+#: iterations, from 0, in which ranks measure; what they tell each other takes no time here
+_MEASURED: Final = (1, 5, 13, 29, 61, 125, 253, 509)
+#: in the second half of which a plan has been made twice
+LEAST_ITERATIONS: Final = 16
+#: measured iterations of a plan that have to be slower than without it
+_PATIENCE: Final = 2
+#: collectives that Gloo has under way at a time
+_CONCURRENT: Final = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Weather:
-    """What differs from one iteration to the next."""
+class Job:
+    """One collective of the backward pass."""
 
-    #: how many times as long each rank computes
-    pace: tuple[float, ...]
-    #: how many times as long the links take
-    links: float = 1.0
+    nbytes: int
+    #: the first layer that needs it: lower goes first
+    gate: int
+    #: the layer whose gradient it waits for last: the first one in forward order
+    layer: int
+    #: of an all-reduce: 1/2 for a reduce-scatter or an all-gather
+    share: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Bundle:
+    """What is updated when these jobs have arrived."""
+
+    jobs: tuple[int, ...]
+    update_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Gather:
+    """One collective of the forward pass; these go in their order, after all updates."""
+
+    nbytes: int
+    #: the first layer that waits for it
+    layer: int
+    #: the layer at whose beginning it is issued; -1: when all is updated
+    issued_at: int
+    share: float = 0.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """An iteration, the same on all ranks: layers are in the order of the forward pass."""
+
+    forward_s: tuple[float, ...]
+    backward_s: tuple[float, ...]
+    #: as they become ready
+    jobs: tuple[Job, ...]
+    bundles: tuple[Bundle, ...]
+    #: the bundle that each layer waits for; -1: none
+    bundle_of: tuple[int, ...]
+    gathers: tuple[Gather, ...] = ()
+    #: how jobs are ordered: as planned of what ranks measure, or in the order they are listed
+    is_planned: bool = False
+    policy: str = "priority"
+    #: how far ahead of the link a plan is decided
+    credit_bytes: int = 1
+
+    @property
+    def releases_s(self) -> tuple[float, ...]:
+        """From the start of backward until each layer's gradient is computed."""
+        return tuple(accumulate(reversed(self.backward_s)))[::-1]
+
+    @property
+    def nbytes(self) -> float:
+        """Bytes sent, counted as those of all-reduces."""
+        sent: list[Job | Gather] = [*self.jobs, *self.gathers]
+        return sum(one.share * one.nbytes for one in sent)
 
 
 class Cluster:
@@ -37,27 +98,33 @@ class Cluster:
 
     def __init__(self, work: Work, fabric: Fabric) -> None:
         self.work, self.fabric = work, fabric
-        jobs = len(work.jobs)
-        self._planning = _Planning(work, fabric.ranks) if work.is_planned else None
+        as_ready = range(len(work.jobs))
         #: in which jobs are issued in the next iteration
-        self.order: Sequence[int] = range(jobs) if self._planning is None else self._planning.order
+        self.order: Sequence[int] = as_ready
+        self._as_ready = as_ready
+        self._iteration = 0
         #: by rank, when its last forward pass has ended
-        self._ended_s = [0.0] * fabric.ranks
+        self._ended_s: list[float] = []
         self._links_free_s = 0.0
-        self._links = 1.0
+        #: the latest measured iteration without a plan, and the latest ones with it
+        self._as_ready_s = inf
+        self._as_planned_s: deque[float] = deque(maxlen=_PATIENCE)
 
-    def iterate(self, weather: Weather) -> float:
+    def iterate(self, pace: Sequence[float]) -> float:
         """One more iteration; it begins where each rank's last one has ended.
+
+        Args:
+            pace: how many times as long each rank computes; always as many.
 
         Returns when the last rank has ended its forward pass.
         """
-        work, pace = self.work, weather.pace
-        self._links = weather.links
+        work = self.work
+        began_s = self._ended_s or [0.0] * len(pace)
         released_s = [
-            [began_s + each * at_s for began_s, each in zip(self._ended_s, pace, strict=True)]
-            for at_s in work.releases_s
+            [at_s + each * after_s for at_s, each in zip(began_s, pace, strict=True)]
+            for after_s in work.releases_s
         ]
-        arrivals_s = self._send_all(released_s)
+        arrivals_s, busy_s = self._send_all(released_s)
         stepped_s = released_s[0]
         updated_s = [
             [
@@ -68,39 +135,62 @@ class Cluster:
             for bundle in work.bundles
         ]
         self._ended_s = self._forward(stepped_s, updated_s, pace)
-        if self._planning is not None:
-            self._planning.round_ends(released_s)
-            self.order = self._planning.order
+        if work.is_planned and work.policy != "fifo" and self._iteration in _MEASURED:
+            ready_s = [max(released_s[job.layer]) for job in work.jobs]
+            self._plan(ready_s, busy_s, max(self._ended_s) - max(began_s))
+        self._iteration += 1
         return max(self._ended_s)
 
-    def _send_all(self, released_s: Sequence[Sequence[float]]) -> list[float]:
-        """When each job has arrived, whose gradients are there at these times, by layer."""
-        work = self.work
-        arrivals_s = [0.0] * len(work.jobs)
-        issued_s = [-inf] * self.fabric.ranks
-        #: when they arrive, and their bytes
-        on_way: list[tuple[float, int]] = []
-        on_way_bytes, open_s = 0, -inf
+    def _send_all(self, released_s: Sequence[Sequence[float]]) -> tuple[list[float], float]:
+        """When each job has arrived, whose gradients are there at these times, by layer.
+
+        And for how long something was under way, on the rank on which that is longest.
+        """
+        arrivals_s = [0.0] * len(self.work.jobs)
+        issued_s = until_s = [-inf] * len(released_s[0])
+        busy_s = [0.0] * len(issued_s)
         for index in self.order:
-            job = work.jobs[index]
-            while on_way_bytes >= work.credit_bytes:
-                arrived_s, nbytes = heappop(on_way)
-                open_s = max(open_s, arrived_s)
-                on_way_bytes -= nbytes
-            issued_s = list(map(max, issued_s, released_s[job.layer], repeat(open_s)))
-            arrivals_s[index] = self._collective(issued_s, job)
-            heappush(on_way, (arrivals_s[index], job.nbytes))
-            on_way_bytes += job.nbytes
-            if self._planning is not None:
-                self._planning.sent(issued_s, arrivals_s[index])
-        return arrivals_s
+            job = self.work.jobs[index]
+            issued_s = list(map(max, issued_s, released_s[job.layer]))
+            arrivals_s[index] = arrival_s = self._collective(issued_s, job)
+            since_s = map(max, issued_s, until_s)
+            busy_s = [
+                so_far_s + max(0.0, arrival_s - at_s)
+                for so_far_s, at_s in zip(busy_s, since_s, strict=True)
+            ]
+            until_s = list(map(max, until_s, repeat(arrival_s)))
+        return arrivals_s, max(busy_s)
 
     def _collective(self, issued_s: Iterable[float], sent: Job | Gather) -> float:
         """When a collective is across that ranks have issued then."""
         begin_s = max(max(issued_s), self._links_free_s)
-        occupied_s = self.fabric.occupied_s(sent.nbytes, sent.share)
-        self._links_free_s = begin_s + self._links * occupied_s
+        self._links_free_s = begin_s + self.fabric.occupied_s(sent.nbytes, sent.share)
         return self._links_free_s + self.fabric.start_up_s(sent.nbytes, sent.share)
+
+    def _plan(self, ready_s: Sequence[float], busy_s: float, iteration_s: float) -> None:
+        """The order from now on, of what was measured in an iteration."""
+        if self.order is self._as_ready:
+            self._as_ready_s = iteration_s
+            self._as_planned_s.clear()
+        else:
+            self._as_planned_s.append(iteration_s)
+        if len(self._as_planned_s) == _PATIENCE and min(self._as_planned_s) > self._as_ready_s:
+            self.order = self._as_ready
+            return
+        jobs, first_s = self.work.jobs, min(ready_s)
+        self.order = plan_order(
+            [
+                ChunkTimes(job.nbytes, at_s - first_s, job.gate)
+                for job, at_s in zip(jobs, ready_s, strict=True)
+            ],
+            Link(
+                busy_s / sum(job.nbytes for job in jobs),
+                0.0,
+                _CONCURRENT if self.fabric.overlaps else 1,
+            ),
+            policy=self.work.policy,
+            credit_bytes=max(1, self.work.credit_bytes),
+        )
 
     def _forward(
         self,
@@ -112,7 +202,7 @@ class Cluster:
         work = self.work
         now_s = list(stepped_s)
         all_s = list(map(max, *updated_s, stepped_s)) if work.gathers else []
-        issued_s = [-inf] * self.fabric.ranks
+        issued_s = [-inf] * len(now_s)
         gathers = list(work.gathers)
         waiting: list[tuple[int, float]] = []
 
@@ -132,51 +222,3 @@ class Cluster:
             issue(layer, now_s)
             now_s = [at_s + each * forward_s for at_s, each in zip(now_s, pace, strict=True)]
         return now_s
-
-
-class _Planning:
-    """The course of iterations, in which what all ranks say takes no time."""
-
-    def __init__(self, work: Work, ranks: int) -> None:
-        self._work = work
-        self._nbytes = [job.nbytes for job in work.jobs]
-        self._course = Course(len(work.jobs))
-        self._measured = [Measured() for _ in range(ranks)]
-        #: of this iteration, by rank: how long something was under way, and until when
-        self._busy_s = [0.0] * ranks
-        self._until_s = [-inf] * ranks
-        self._heard: Sequence[int] = ()
-
-    @property
-    def order(self) -> list[int]:
-        return self._course.order
-
-    def sent(self, issued_s: Sequence[float], arrival_s: float) -> None:
-        """A job was under way on each rank, from then on."""
-        self._busy_s = [
-            busy_s + max(0.0, arrival_s - max(since_s, until_s))
-            for busy_s, since_s, until_s in zip(self._busy_s, issued_s, self._until_s, strict=True)
-        ]
-        self._until_s = [max(arrival_s, until_s) for until_s in self._until_s]
-
-    def round_ends(self, released_s: Sequence[Sequence[float]]) -> None:
-        """An iteration is over, in which gradients were there at these times, by layer."""
-        ready_s = [released_s[job.layer] for job in self._work.jobs]
-        for rank, measured in enumerate(self._measured):
-            measured.round_ends(
-                [round(1e9 * by_rank_s[rank]) for by_rank_s in ready_s],
-                nbytes=sum(self._nbytes),
-                busy_ns=round(1e9 * self._busy_s[rank]),
-            )
-        self._busy_s = [0.0] * len(self._busy_s)
-        say = self._course.round_ends(self._heard)
-        if say is Say.NUMBERS:
-            numbers = (measured.numbers() for measured in self._measured)
-            self._heard = [max(column) for column in zip(*numbers, strict=True)]
-        elif say is Say.PLAN:
-            self._heard = planned_order(
-                self._nbytes,
-                self._heard,
-                policy=self._work.policy,
-                credit_bytes=self._work.credit_bytes,
-            )

@@ -8,11 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Final
-
-from bytesched.link.shared import SharedLink
-from bytesched.link.simulation import ManualClock
 
 __all__ = ["SharingJob", "bound_share", "turn_rates", "work"]
 
@@ -40,57 +36,28 @@ class SharingJob:
         return max(0.0, self.iteration_s - self.compute_s)
 
 
-class _Turns:
-    """Who asks first computes next; who has computed waits for what it has exposed."""
-
-    def __init__(self, jobs: Sequence[SharingJob]) -> None:
-        self._jobs = jobs
-        self.clock = ManualClock()
-        self._link = SharedLink(self.clock)
-        self._waiting = list(range(len(jobs)))
-        self._is_free = True
-        #: when each job began to compute
-        self.began_s: list[list[float]] = [[] for _ in jobs]
-
-    def next_turn(self) -> None:
-        """The device is free, or a job asks for it."""
-        if self._is_free and self._waiting:
-            self._is_free = False
-            job = self._waiting.pop(0)
-            self.began_s[job].append(self.clock.now_s)
-            end_s = self.clock.now_s + self._jobs[job].compute_s
-            self.clock.call_at(end_s, partial(self._computed, job))
-
-    def _computed(self, job: int) -> None:
-        self._is_free = True
-        if (exposed_s := self._jobs[job].exposed_s) > 0:
-            self._link.start(exposed_s, partial(self._sent, job))
-        else:
-            self._waiting.append(job)
-        self.next_turn()
-
-    def _sent(self, job: int) -> None:
-        self._waiting.append(job)
-        self.next_turn()
-
-
 def turn_rates(jobs: Sequence[SharingJob]) -> list[float]:
-    """Iterations per second of each job, where all of them take turns.
+    """Iterations per second of each job, where who asks first computes next.
 
     Two jobs of one pace take cA + cB + max(0, mA - cB) + max(0, mB - cA) for an iteration each, c
     being the compute and m the exposed communication: min(mA, cB) + min(mB, cA) less than one
     after the other.
     """
-    turns = _Turns(jobs)
-    turns.next_turn()
-    while min(map(len, turns.began_s)) <= _SETTLED + _COUNTED:
-        turns.clock.advance(max(job.iteration_s for job in jobs))
+    began_s: list[list[float]] = [[] for _ in jobs]
+    #: when each job asks for the device, and when that is free
+    asks_s, free_s = [0.0] * len(jobs), 0.0
+    while min(map(len, began_s)) <= _SETTLED + _COUNTED:
+        next_one = min(range(len(jobs)), key=lambda job: asks_s[job])
+        began_s[next_one].append(max(free_s, asks_s[next_one]))
+        free_s = began_s[next_one][-1] + jobs[next_one].compute_s
+        asks_s[next_one] = free_s + jobs[next_one].exposed_s
     found = []
-    since_s = max(began_s[_SETTLED] for began_s in turns.began_s)
-    for began_s in turns.began_s:
-        counted = [at_s for at_s in began_s if at_s >= since_s]
+    since_s = max(of_job[_SETTLED] for of_job in began_s)
+    for of_job in began_s:
+        counted = [at_s for at_s in of_job if at_s >= since_s]
         found.append((len(counted) - 1) / (counted[-1] - counted[0]))
-    # A link that is never idle carries no more: what a job hides behind its own compute, too.
+    # A link that is never idle carries no more: what jobs wait for at the same time, and what a job
+    # hides behind its own compute.
     busy = max(1.0, bound_share(jobs, found))
     return [rate / busy for rate in found]
 

@@ -3,22 +3,41 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from bytesched.link.algorithms import (
-    ALGORITHMS,
-    LARGE_BYTES,
-    LIBRARIES,
-    Algorithm,
-    algorithm_of,
-)
-from bytesched.link.sizes import PROBE_WINDOW, Probe, probe_sizes
+from bytesched.link.algorithms import ALGORITHMS, LARGE_BYTES, LIBRARIES, Algorithm
+from bytesched.link.sizes import PROBE_WINDOW
 
-__all__ = ["MESSAGES_BY_ITSELF", "Fabric"]
+__all__ = ["MESSAGES_BY_ITSELF", "Cores", "Fabric"]
 
 #: what a collective costs besides its messages, in messages: with 2 of them it was measured to
 #: take 0.4 ms of CPU time, with 6 of them 0.85 ms
 MESSAGES_BY_ITSELF = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Cores:
+    """What one rank has, which its threads share; ranks on one machine have a part of it each.
+
+    Processor sharing that wastes nothing: a thread runs at the speed of one core, or of what the
+    others leave, or of its fair share if that is more. What the others want is what they use on
+    average at full speed, so that no time depends on another one that is stretched.
+    """
+
+    per_rank: float = math.inf
+
+    def __post_init__(self) -> None:
+        if not self.per_rank > 0:
+            raise ValueError(f"{self.per_rank} cores: a rank needs a part of one at least")
+
+    def left(self, others: float) -> float:
+        """Cores for threads beside others that want ``others`` of them."""
+        fair = self.per_rank / (1.0 + max(1.0, others)) if others else self.per_rank
+        return max(self.per_rank - others, fair)
+
+    def stretch(self, wanted: float, others: float = 0.0) -> float:
+        """How many times as long work takes that wants ``wanted`` cores for all of its time."""
+        return max(1.0, wanted / self.left(others))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,8 +55,6 @@ class Fabric:
     latency_s: float
     #: one of `ALGORITHMS`, or of `LIBRARIES`: what that library takes for each size
     algorithm: str = "ring"
-    #: what a collective occupies the links for besides its bytes
-    overhead_s: float = 0.0
     #: what it takes besides the messages of its algorithm
     delay_s: float = 0.0
     #: whether the next collective's bytes use the links while messages of this one are on the way
@@ -55,9 +72,7 @@ class Fabric:
         known = (*ALGORITHMS, *LIBRARIES)
         if self.algorithm not in known:
             raise ValueError(f"no algorithm {self.algorithm!r}; there are {', '.join(known)}")
-        least = min(
-            self.latency_s, self.overhead_s, self.delay_s, self.message_cpu_s, self.byte_cpu_s
-        )
+        least = min(self.latency_s, self.delay_s, self.message_cpu_s, self.byte_cpu_s)
         if not self.bytes_per_s > 0 or least < 0 or not self.cores > 0:
             raise ValueError(f"no such links: {self}")
 
@@ -73,7 +88,7 @@ class Fabric:
         while they do, the links carry the other collective that is under way.
         """
         sent = share * nbytes * self._algorithm(nbytes).bytes_per_byte(self.ranks)
-        busy_s = self.overhead_s + sent / self.bytes_per_s
+        busy_s = sent / self.bytes_per_s
         if not self.overlaps:
             return max(busy_s + self._messages_s(nbytes, share), self._cpu_bound_s(nbytes, share))
         late_s = self._late_s(nbytes, share) / PROBE_WINDOW
@@ -106,24 +121,7 @@ class Fabric:
         return sent_s + self._late_s(nbytes, share)
 
     def _algorithm(self, nbytes: float) -> Algorithm:
-        return algorithm_of(
-            self.algorithm,
-            ranks=self.ranks,
-            nbytes=nbytes,
-            bytes_per_s=self.bytes_per_s,
-            latency_s=self.latency_s,
-        )
-
-    def probes(self, cpu_s: float, model_bytes: int) -> list[Probe]:
-        """What the warm-up of such a model would measure: growing all-reduces, some at a time.
-
-        The cores have nothing else to do then.
-        """
-        alone = replace(self, cores=math.inf)
-
-        def measure(nbytes: int) -> Probe:
-            occupied_s = alone.occupied_s(nbytes)
-            each_s = max(occupied_s, (occupied_s + alone.start_up_s(nbytes)) / PROBE_WINDOW)
-            return Probe(nbytes, nbytes / each_s, cpu_s)
-
-        return probe_sizes(measure, model_bytes)
+        name = self.algorithm
+        if name in LIBRARIES:
+            name = LIBRARIES[name](self.ranks, nbytes, self.bytes_per_s, self.latency_s)
+        return ALGORITHMS[name]

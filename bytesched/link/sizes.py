@@ -7,21 +7,12 @@ rate of the link. What differs between carriers is which overhead shows, and wha
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
 
-__all__ = [
-    "PROBE_WINDOW",
-    "RULES",
-    "Probe",
-    "Rule",
-    "chosen_sizes",
-    "first_bytes",
-    "probe_sizes",
-]
+__all__ = ["PROBE_WINDOW", "RULES", "Probe", "Rule", "probe_sizes"]
 
 KIB, MIB = 2**10, 2**20
 
@@ -29,28 +20,10 @@ KIB, MIB = 2**10, 2**20
 #: delay what is urgent.
 PROBE_WINDOW = 2
 
-#: The first chunk is so much smaller than a partition: the forward pass begins when it is there.
-_RAMP = 8
-
 _SMALLEST_BYTES = 128 * KIB
 _LARGEST_BYTES = 32 * MIB
 #: so much less than the best throughput is still called full
 _FULL = 0.93
-#: the partition over the smallest one that fills the link
-_MARGIN = 1.5
-#: Up to this part of a model, what fills the link is taken: a window of such partitions in front of
-#: the first layer delays it little. Beyond, the delay is weighed against what a fuller link gains.
-_PARTS = 32
-#: from two sevenths of a core on, all CPU time that a chunk takes counts: other ranks of the host
-#: and loaders of data need it as well
-_COUNTS = 3.5
-#: where ranks share cores, a model that is always computing gets half of the time
-_BUSY = 2.0
-#: of that, what a measurement of it may fall short
-_ALWAYS = 0.9
-#: chunks in flight where the model always computes: threads wake up late, and the wire must not
-#: wait
-_BUSY_WINDOW = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,15 +71,6 @@ class Rule:
 #: One row for each kind of carrier.
 RULES: Final = MappingProxyType(
     {
-        "all-reduce": Rule(
-            formula="max(min(1.5 x the smallest that fills the link, max(S/32, the one of least "
-            "(S + (k + 1)δ)/B(δ))), sqrt(θBS/(k + 1)))",
-            why="With two chunks in flight the link's own overhead hides. What does not is θ, the "
-            "CPU time of a chunk; it counts by 3.5 times the part of a core that training takes, "
-            "and at most once. Where the model always computes, k is 4: threads wake up late.",
-            smallest_bytes=2 * _SMALLEST_BYTES,
-            largest_bytes=_LARGEST_BYTES,
-        ),
         "store": Rule(
             formula="sqrt(θBS/(2k + 3))",
             why="A value passes two pipes, each with a window of k, and the second waits for whole "
@@ -173,45 +137,3 @@ def probe_sizes(measure: Callable[[int], Probe], model_bytes: int = 1 << 62) -> 
         if len(probes) > 2 and probes[-3].bytes_per_s >= _FULL * best:
             break
     return probes
-
-
-def chosen_sizes(
-    probes: list[Probe],
-    *,
-    model_bytes: int,
-    cpu_load: float,
-    rule: Rule = RULES["all-reduce"],
-    partition_bytes: int = 0,
-    credit_bytes: int = 0,
-) -> tuple[int, int]:
-    """The sizes of sums whose link was probed; what is given stays.
-
-    Args:
-        probes: what the link does.
-        model_bytes: all gradients together, S.
-        cpu_load: CPU time of a training step over its time, without communication.
-        rule: that of what carries them.
-    """
-    best_bytes = 0.0
-    if not partition_bytes:
-        fastest = max(probe.bytes_per_s for probe in probes)
-        overhead_s = probes[0].cpu_s * min(_COUNTS * cpu_load, 1.0)
-        best_bytes = math.sqrt(overhead_s * fastest * model_bytes / (PROBE_WINDOW + 1))
-        fills = min(p.nbytes for p in probes if p.bytes_per_s >= _FULL * fastest)
-        enough = max(model_bytes / _PARTS, _quickest_bytes(probes, model_bytes))
-        best_bytes = max(best_bytes, min(_MARGIN * fills, enough))
-    is_busy = _BUSY * cpu_load > _ALWAYS
-    window = _BUSY_WINDOW if is_busy else rule.window
-    return rule.sizes(partition_bytes, credit_bytes, best_bytes=best_bytes, window=window)
-
-
-def first_bytes(partition_bytes: int) -> int:
-    """About the size of the first chunk of a model; those behind it grow to a partition."""
-    return partition_bytes // _RAMP
-
-
-def _quickest_bytes(probes: list[Probe], model_bytes: int) -> int:
-    """Of the sizes probed, that with which a model is sent and what is urgent waits, least long."""
-    return min(
-        probes, key=lambda p: (model_bytes + (PROBE_WINDOW + 1) * p.nbytes) / p.bytes_per_s
-    ).nbytes

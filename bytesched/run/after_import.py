@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
@@ -38,7 +39,7 @@ class _Finder(MetaPathFinder):
             return None
         self._asking.add(name)
         try:
-            spec = _found_by_others(self, name, path, target)
+            spec = find_spec(name)
         finally:
             self._asking.remove(name)
         if spec is not None and spec.loader is not None:
@@ -47,17 +48,6 @@ class _Finder(MetaPathFinder):
 
     def _imported(self, module: ModuleType) -> None:
         self._awaited.pop(module.__name__)(module)
-
-
-def _found_by_others(
-    asking: _Finder, name: str, path: Sequence[str] | None, target: ModuleType | None
-) -> ModuleSpec | None:
-    for finder in sys.meta_path:
-        find = None if finder is asking else getattr(finder, "find_spec", None)
-        spec: ModuleSpec | None = find and find(name, path, target)
-        if spec is not None:
-            return spec
-    return None
 
 
 class _Loader(Loader):

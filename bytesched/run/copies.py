@@ -16,11 +16,9 @@ from pathlib import Path
 from typing import Any, Final
 
 import bytesched
+from bytesched.tuning.launching import first_argument
 
 __all__ = ["watch_copies"]
-
-#: options of the interpreter that take a value of their own
-_WITH_VALUE: Final = frozenset({"-X", "-W", "--check-hash-based-pycs"})
 
 #: finds this very package, wherever the child looks for others
 _START: Final = (
@@ -77,7 +75,7 @@ def _under_run(
         return None
     if not words or not _is_this_python(words[0]):
         return None
-    first = _first_argument(words)
+    first = first_argument(words, 1)
     if words[first : first + 1] == ["-m"]:
         names = [word.removesuffix(".__main__") for word in words[first + 1 : first + 2]]
         is_copy = is_module and names == [script.removesuffix(".__main__")]
@@ -91,20 +89,6 @@ def _under_run(
         return None
     root = str(Path(bytesched.__file__).parents[1])
     return [*words[:first], "-c", _START.format(root=root), *words[first:]]
-
-
-def _first_argument(words: Sequence[str]) -> int:
-    """Where the options of the interpreter end."""
-    index = 1
-    while index < len(words):
-        word = words[index]
-        if word in _WITH_VALUE:
-            index += 2
-        elif word.startswith("-") and word not in ("-m", "-c", "-"):
-            index += 1
-        else:
-            break
-    return index
 
 
 def _is_this_python(program: str) -> bool:

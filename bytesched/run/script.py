@@ -8,24 +8,34 @@ import os
 import runpy
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.machinery import SourceFileLoader
 from types import CodeType, ModuleType, TracebackType
 from typing import TypeVar
 
-__all__ = ["compiled", "run_file", "run_module"]
+__all__ = ["loaded"]
 
 T = TypeVar("T")
 
 
-def compiled(path: str) -> CodeType:
-    """Return the code of a script. Raises `OSError`, or what is wrong with its source."""
+def loaded(program: str, *, is_module: bool) -> Callable[[Sequence[str]], None]:
+    """What runs a script, or a module, with arguments; the source of a script is read now.
+
+    Raises `OSError`, or what is wrong with its source.
+    """
+    if is_module:
+        return partial(_run_module, program)
+    return partial(_run_file, program, _compiled(program))
+
+
+def _compiled(path: str) -> CodeType:
     with io.open_code(path) as file:
         source = file.read()
     code: CodeType = _on_its_own(compile, source, _absolute(path), "exec", 0, True)
     return code
 
 
-def run_file(path: str, code: CodeType, arguments: Sequence[str]) -> None:
+def _run_file(path: str, code: CodeType, arguments: Sequence[str]) -> None:
     """Run the code of a script as `python path arguments...` does."""
     sys.argv = [path, *arguments]
     _search_first(os.path.dirname(os.path.realpath(path)))
@@ -35,7 +45,7 @@ def run_file(path: str, code: CodeType, arguments: Sequence[str]) -> None:
     _on_its_own(exec, code, vars(main))
 
 
-def run_module(name: str, arguments: Sequence[str]) -> None:
+def _run_module(name: str, arguments: Sequence[str]) -> None:
     """Run a module, or the `__main__` of a package, as `python -m name arguments...` does."""
     sys.argv = ["-m", *arguments]
     _search_first(os.getcwd())

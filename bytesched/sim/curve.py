@@ -1,24 +1,44 @@
-"""Cases: one model on one fabric; and what changes along an axis of a sweep."""
+"""Cases: one model on one fabric, whose ranks differ; and what changes along an axis."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 from bytesched.bench.systems import System
-from bytesched.course import PLANNED_AFTER
+from bytesched.link.cluster import LEAST_ITERATIONS
 from bytesched.link.fabric import Fabric
 from bytesched.sim.exchanges import predict_exchanging
 from bytesched.sim.predict import Prediction, predict
 from bytesched.sim.systems import Model
-from bytesched.sim.weather import Climate
 
-__all__ = ["AXES", "LEAST_ITERATIONS", "Axis", "Case", "sweep"]
+__all__ = ["AXES", "Axis", "Case", "Climate", "sweep"]
 
-#: in their second half, which counts, an order has been planned
-LEAST_ITERATIONS: Final = 2 * (PLANNED_AFTER + 1)
+_SEED = 0
 _GBIT = 1e9 / 8
+
+
+@dataclass(frozen=True, slots=True)
+class Climate:
+    """How ranks differ from each other and from one iteration to the next; for every system."""
+
+    #: standard deviation of the logarithm of a rank's pace in an iteration
+    jitter: float = 0.0
+    #: one rank always computes so many times as long
+    late: float = 1.0
+
+    def paces(self, ranks: int, iterations: int) -> list[list[float]]:
+        """How many times as long each rank computes; those that are alike are one or two."""
+        chance = random.Random(_SEED)
+        paces = []
+        for _ in range(iterations):
+            count = ranks if self.jitter else 2
+            pace = [chance.lognormvariate(0.0, self.jitter) for _ in range(count)]
+            pace[0] *= self.late
+            paces.append(pace)
+        return paces
 
 
 @dataclass(frozen=True)
@@ -29,14 +49,14 @@ class Case:
     fabric: Fabric
     systems: tuple[System, ...]
     climate: Climate
-    #: in a climate that changes
+    #: where they differ
     changing: int
-    alike: int = LEAST_ITERATIONS
 
     @property
-    def iterations(self) -> int:
-        """How many are simulated."""
-        return self.alike if self.climate.is_calm else self.changing
+    def paces(self) -> list[list[float]]:
+        """Of ranks in each iteration that is simulated."""
+        count = self.changing if self.climate.jitter else LEAST_ITERATIONS
+        return self.climate.paces(self.fabric.ranks, count)
 
     @property
     def ratio(self) -> float:
@@ -48,8 +68,7 @@ class Case:
         """One for each system."""
         if self.model.profile.exchanged_bytes:
             return [predict_exchanging(one, self.model, self.fabric) for one in self.systems]
-        weather = list(self.climate.weather(self.fabric.ranks, self.iterations))
-        return [predict(system, self.model, self.fabric, weather) for system in self.systems]
+        return [predict(system, self.model, self.fabric, self.paces) for system in self.systems]
 
     def with_ranks(self, ranks: float) -> Case:
         """The same among so many ranks."""

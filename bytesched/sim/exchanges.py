@@ -5,25 +5,19 @@ One rank stands for all of them: they are alike, and none waits for another's wo
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from heapq import heappop, heappush
 
 from bytesched.bench.profile import LayerProfile
 from bytesched.bench.systems import EXCHANGE_PIECES, System
 from bytesched.bench.table import percentile
-from bytesched.core import SchedulerCore
 from bytesched.link.bound import exchanging_optimum_s
+from bytesched.link.cluster import Work
 from bytesched.link.fabric import Fabric
-from bytesched.link.shared import SharedLink
-from bytesched.link.simulation import ManualClock
-from bytesched.link.work import Work
-from bytesched.order import Leading
-from bytesched.policy import named_policy
-from bytesched.sim.predict import Prediction
-from bytesched.sim.systems import Model, buckets, scheduled
-from bytesched.task import CommTask
+from bytesched.link.shared import Event, Process, SharedLink
+from bytesched.sim.predict import Prediction, candidates, largest_mb
+from bytesched.sim.systems import Model
 
 __all__ = ["FORMS", "Exchanging", "predict_exchanging"]
 
@@ -37,8 +31,6 @@ class Form:
 
     #: behind the gradients that were handed to the same group before, else beside them
     is_queued: bool = False
-    #: whether no gradients start meanwhile
-    is_urgent: bool = False
     pieces: int = 1
 
 
@@ -46,8 +38,9 @@ FORMS = {
     "ddp": Form(is_queued=True),
     "ddp-own-group": Form(),
     "bytesched-no-lane": Form(),
-    "bytesched": Form(is_urgent=True),
-    "bytesched-pieces": Form(is_urgent=True, pieces=EXCHANGE_PIECES),
+    # Urgent sections hold what goes to stores alone.
+    "bytesched": Form(),
+    "bytesched-pieces": Form(pieces=EXCHANGE_PIECES),
     "idle": Form(),
 }
 
@@ -59,192 +52,114 @@ class Exchanging:
         self, work: Work, layers: Sequence[LayerProfile], fabric: Fabric, form: Form
     ) -> None:
         self._work, self._layers, self._fabric, self._form = work, layers, fabric, form
-        self._clock = ManualClock()
-        self._link = SharedLink(self._clock)
-        self._tasks = work.tasks()
-        self._core = SchedulerCore(
-            Leading(named_policy(work.policy)), credit_bytes=work.credit_bytes
-        )
-        #: of a group that carries everything in the order in which it was handed over
-        self._queue: deque[tuple[float, float, Callable[[], object]]] = deque()
-        self._under_way = 0
-        self._missing = [len(bundle.jobs) for bundle in work.bundles]
-        self._updated = [False] * len(work.bundles)
-        self._stepped = False
-        self._waits_for = -1
-        self._chain = self._stretches()
+        self._link = SharedLink()
+        #: of the group of gradients: the key of what goes first, a number, seconds, the end
+        self._queue: list[tuple[int, int, float, float, Event]] = []
+        self._handed_over = self._under_way = 0
+        self._arrived: dict[int, Event] = {}
+        self._updated = [Event() for _ in work.bundles]
         #: seconds of each all-to-all, or piece of one
         self.exchanges_s: list[float] = []
         self.iteration_s = 0.0
 
     def run(self) -> Exchanging:
         """Itself, with its times."""
-        self._go_on()
-        self._clock.run()
+        self._link.go_on(self._chain())
+        self._link.run()
         return self
 
-    def _stretches(self) -> Iterator[Callable[[], None]]:
-        """What the chain does, one after the other: each calls `_go_on` when it is over."""
+    # -- what goes on ------------------------------------------------------------------
+
+    def _chain(self) -> Process:
         work = self._work
         for index in reversed(range(len(self._layers))):
-            yield partial(self._layer, self._layers[index], work.backward_s[index])
+            yield from self._layer(self._layers[index], work.backward_s[index])
             self._released(index)
-        self._step()
+        for number in range(len(work.bundles)):
+            self._link.go_on(self._update(number))
         for index, layer in enumerate(self._layers):
-            if work.bundle_of[index] >= 0 and not self._updated[work.bundle_of[index]]:
-                yield partial(self._await, work.bundle_of[index])
-            yield partial(self._layer, layer, work.forward_s[index])
-        self.iteration_s = self._clock.now_s
+            if work.bundle_of[index] >= 0:
+                yield self._updated[work.bundle_of[index]]
+            yield from self._layer(layer, work.forward_s[index])
+        self.iteration_s = self._link.now_s
 
-    def _go_on(self) -> None:
-        if (stretch := next(self._chain, None)) is not None:
-            stretch()
+    def _update(self, number: int) -> Process:
+        bundle = self._work.bundles[number]
+        for job in bundle.jobs:
+            yield self._arrived[job]
+        yield bundle.update_s
+        self._updated[number].happen()
 
-    # -- the chain ---------------------------------------------------------------------
-
-    def _await(self, bundle: int) -> None:
-        self._waits_for = bundle
-
-    def _layer(self, layer: LayerProfile, compute_s: float) -> None:
+    def _layer(self, layer: LayerProfile, compute_s: float) -> Process:
+        """Of experts: pieces are dispatched, computed and sent back, each in their order."""
         if not layer.exchange_bytes:
-            self._clock.call_at(self._clock.now_s + compute_s, self._go_on)
+            yield compute_s
             return
         count = self._form.pieces
-        _Pieces(self, layer.exchange_bytes / count, compute_s / count, count).begin()
+        nbytes = layer.exchange_bytes / count
+        dispatched, computed = ([Event() for _ in range(count)] for _ in range(2))
 
-    def exchange(self, nbytes: float, done: Callable[[], object]) -> None:
-        """An all-to-all of so many bytes; ``done`` is called when it is over."""
-        fabric, began_s = self._fabric, self._clock.now_s
-        if self._form.is_urgent:
-            self._core.hold()
+        def compute() -> Process:
+            for there, done in zip(dispatched, computed, strict=True):
+                yield there
+                yield compute_s / count
+                done.happen()
 
-        def over() -> None:
-            self.exchanges_s.append(self._clock.now_s - began_s)
-            # What follows at once holds before this one lets go.
-            done()
-            if self._form.is_urgent:
-                self._start(self._core.release())
+        self._link.go_on(compute())
+        for piece in dispatched:
+            yield from self._exchange(nbytes)
+            piece.happen()
+        for piece in computed:
+            yield piece
+            yield from self._exchange(nbytes)
 
+    def _exchange(self, nbytes: float) -> Process:
+        """An all-to-all of so many bytes."""
+        fabric, began_s = self._fabric, self._link.now_s
         alone_s = nbytes * (fabric.ranks - 1) / fabric.ranks / fabric.bytes_per_s
-        self._send(alone_s, fabric.latency_s, over, is_queued=self._form.is_queued)
+        if self._form.is_queued:
+            yield self._hand_over(0, alone_s, fabric.latency_s)
+        else:
+            yield self._link.carry(alone_s)
+            yield fabric.latency_s
+        self.exchanges_s.append(self._link.now_s - began_s)
 
-    def after(self, duration_s: float, then: Callable[[], object]) -> None:
-        """Calls ``then`` when experts have computed for so long."""
-        self._clock.call_at(self._clock.now_s + duration_s, then)
-
-    def passed(self) -> None:
-        """A layer of experts is over."""
-        self._go_on()
-
-    # -- gradients ---------------------------------------------------------------------
+    # -- the group of gradients ----------------------------------------------------------
 
     def _released(self, layer: int) -> None:
+        is_planned = self._work.is_planned and self._work.policy != "fifo"
         for index, job in enumerate(self._work.jobs):
             if job.layer == layer:
-                self._tasks[index].notify_ready()
-                self._start(self._core.ready(self._tasks[index]))
+                # A plan comes to this, where its times are those of this iteration.
+                key = job.gate if is_planned else 0
+                work_s = self._fabric.occupied_s(job.nbytes, job.share)
+                late_s = self._fabric.start_up_s(job.nbytes, job.share)
+                self._arrived[index] = self._hand_over(key, work_s, late_s)
 
-    def _start(self, tasks: Sequence[CommTask]) -> None:
-        for task in tasks:
-            job = self._work.jobs[task.index]
-            work_s = self._fabric.occupied_s(job.nbytes, job.share)
-            late_s = self._fabric.start_up_s(job.nbytes, job.share)
-            arrived = partial(self._arrived, task)
-            # Where nothing is planned, all is handed to one group at once.
-            self._send(work_s, late_s, arrived, is_queued=not self._work.is_planned)
+    def _hand_over(self, key: int, work_s: float, late_s: float) -> Event:
+        """The end of a collective, ``late_s`` after it has left the link."""
+        end = Event()
+        heappush(self._queue, (key, self._handed_over, work_s, late_s, end))
+        self._handed_over += 1
+        self._start_next()
+        return end
 
-    def _arrived(self, task: CommTask) -> None:
-        self._start(self._core.finish(task))
-        for number, bundle in enumerate(self._work.bundles):
-            if task.index in bundle.jobs:
-                self._missing[number] -= 1
-                if not self._missing[number] and self._stepped:
-                    self._update(number)
-
-    def _step(self) -> None:
-        self._stepped = True
-        for number, missing in enumerate(self._missing):
-            if not missing and not self._updated[number]:
-                self._update(number)
-
-    def _update(self, number: int) -> None:
-        self.after(self._work.bundles[number].update_s, partial(self._is_updated, number))
-
-    def _is_updated(self, number: int) -> None:
-        self._updated[number] = True
-        if self._waits_for == number:
-            self._waits_for = -1
-            self._go_on()
-
-    # -- the link ----------------------------------------------------------------------
-
-    def _send(
-        self, work_s: float, late_s: float, done: Callable[[], object], *, is_queued: bool
-    ) -> None:
-        """Puts a transfer on the link; ``late_s`` after it has left that, it is across."""
-        if is_queued:
-            self._queue.append((work_s, late_s, done))
-            self._next_of_queue()
-        else:
-            self._link.start(work_s, partial(self.after, late_s, done))
-
-    def _next_of_queue(self) -> None:
+    def _start_next(self) -> None:
         while self._queue and self._under_way < _GROUP_SLOTS:
             self._under_way += 1
-            work_s, late_s, done = self._queue.popleft()
-            self._link.start(work_s, partial(self.after, late_s, partial(self._left, done)))
+            self._link.go_on(self._carried(*heappop(self._queue)[2:]))
 
-    def _left(self, done: Callable[[], object]) -> None:
+    def _carried(self, work_s: float, late_s: float, end: Event) -> Process:
+        yield self._link.carry(work_s)
+        yield late_s
         self._under_way -= 1
-        self._next_of_queue()
-        done()
-
-
-class _Pieces:
-    """A layer of experts whose all-to-alls are cut: one piece is sent at a time, in order."""
-
-    def __init__(self, iteration: Exchanging, nbytes: float, compute_s: float, count: int) -> None:
-        self._iteration, self._nbytes, self._compute_s = iteration, nbytes, compute_s
-        self._to_send: deque[Callable[[], object]] = deque([self._dispatched] * count)
-        self._is_sending = self._is_computing = False
-        self._to_compute = 0
-        self._missing = count
-
-    def begin(self) -> None:
-        """Dispatches the first piece."""
-        self._next()
-
-    def _next(self) -> None:
-        if self._to_send and not self._is_sending:
-            self._is_sending = True
-            self._iteration.exchange(self._nbytes, partial(self._sent, self._to_send.popleft()))
-        if self._to_compute and not self._is_computing:
-            self._is_computing = True
-            self._to_compute -= 1
-            self._iteration.after(self._compute_s, self._computed)
-
-    def _sent(self, then: Callable[[], object]) -> None:
-        self._is_sending = False
-        then()
-        self._next()
-
-    def _dispatched(self) -> None:
-        self._to_compute += 1
-
-    def _computed(self) -> None:
-        self._is_computing = False
-        self._to_send.append(self._combined)
-        self._next()
-
-    def _combined(self) -> None:
-        self._missing -= 1
-        if not self._missing:
-            self._iteration.passed()
+        self._start_next()
+        end.happen()
 
 
 def predict_exchanging(system: System, model: Model, fabric: Fabric) -> Prediction:
     """What ``system`` takes per iteration, on ranks that are alike, and its all-to-alls."""
-    form, options = FORMS[system.kind], system.options
+    form = FORMS[system.kind]
     cpu = model.costs.plain if system.kind.startswith("ddp") else model.costs.scheduled
     model = replace(model, costs=replace(model.costs, tensor_s=model.costs.tensor_s + cpu.tensor_s))
     work = _work(system, model, fabric)
@@ -257,7 +172,7 @@ def predict_exchanging(system: System, model: Model, fabric: Fabric) -> Predicti
         optimum_s=exchanging_bound_s(model, fabric, in_pieces=form.pieces > 1),
         calibrated=system.kind != "idle",
         collectives=len(work.jobs) + len(exchanges_s),
-        chosen=_chosen(work, options),
+        chosen=largest_mb(work),
         exchange_p50_s=percentile(exchanges_s, 0.5),
         exchange_p95_s=percentile(exchanges_s, 0.95),
     )
@@ -272,18 +187,10 @@ def exchanging_bound_s(model: Model, fabric: Fabric, *, in_pieces: bool) -> floa
 
 
 def _work(system: System, model: Model, fabric: Fabric) -> Work:
-    options = system.options
-    if system.kind.startswith("ddp"):
-        size = float(options["bucket_mb"]) if "bucket_mb" in options else None
-        return buckets(model, size, are_views=options.get("bucket_view") == "1")
-    work = scheduled(model, fabric, options)
+    [(build, _)] = candidates(system, fabric)
+    work = build(model)
     if system.kind == "idle":
         # Gradients that take no time: the whole step is an update.
         bundles, gates = model.whole(0)
         return replace(work, jobs=(), bundles=bundles, bundle_of=gates)
     return work
-
-
-def _chosen(work: Work, options: dict[str, str]) -> str:
-    largest = max((job.nbytes for job in work.jobs), default=0)
-    return f"{largest / 1e6:.2f} MB" if largest else ""

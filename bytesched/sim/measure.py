@@ -9,8 +9,7 @@ from pathlib import Path
 from bytesched.environment import RankView
 from bytesched.lab.ranks import Start, run_all, run_own
 from bytesched.link.algorithms import ALGORITHMS
-from bytesched.link.cores import Cores
-from bytesched.link.fabric import MESSAGES_BY_ITSELF
+from bytesched.link.fabric import MESSAGES_BY_ITSELF, Cores
 from bytesched.records import from_json
 from bytesched.sim.systems import Costs, CpuCosts
 
@@ -58,7 +57,6 @@ class Measured:
             costs,
             update_bytes_per_s=self.update_bytes_per_s,
             copy_bytes_per_s=self.copy_bytes_per_s,
-            collective_cpu_s=self.collective_cpu_s,
             plain=self.plain,
             scheduled=self.scheduled,
             cores=Cores(self.cores_per_rank),

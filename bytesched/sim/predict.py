@@ -10,9 +10,8 @@ from typing import Any
 
 from bytesched.bench.systems import System
 from bytesched.link.bound import gradients, optimum_s, split_optimum_s
-from bytesched.link.cluster import Cluster, Weather
+from bytesched.link.cluster import Cluster, Gather, Job, Work
 from bytesched.link.fabric import Fabric
-from bytesched.link.work import Gather, Job, Work
 from bytesched.sim.systems import (
     BUCKETS_MB,
     CALIBRATED,
@@ -23,7 +22,7 @@ from bytesched.sim.systems import (
     sharded,
 )
 
-__all__ = ["Prediction", "bound_s", "iterate", "on_cores", "predict"]
+__all__ = ["Prediction", "bound_s", "candidates", "largest_mb", "on_cores", "predict"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,14 +62,14 @@ def bound_s(model: Model, fabric: Fabric) -> float:
     return bound(gradients(chain), model.profile.compute_s, fabric.gradient_bytes_per_s)
 
 
-def iterate(work: Work, fabric: Fabric, weather: Sequence[Weather]) -> list[float]:
-    """When iterations of all ranks have ended, one for each entry of ``weather``."""
-    cluster = Cluster(work, fabric)
-    return [cluster.iterate(one) for one in weather]
+def predict(
+    system: System, model: Model, fabric: Fabric, paces: Sequence[Sequence[float]]
+) -> Prediction:
+    """What ``system`` takes per iteration.
 
-
-def predict(system: System, model: Model, fabric: Fabric, weather: Sequence[Weather]) -> Prediction:
-    """What ``system`` takes per iteration. Raises `ConfigError` for options it does not know."""
+    Args:
+        paces: of ranks in each iteration (see `Cluster.iterate`).
+    """
     costs = model.costs
     cpu = costs.scheduled if system.kind == "bytesched" else costs.plain
     model = replace(model, costs=replace(costs, tensor_s=costs.tensor_s + cpu.tensor_s))
@@ -81,10 +80,11 @@ def predict(system: System, model: Model, fabric: Fabric, weather: Sequence[Weat
         cores=costs.cores.left(costs.cpu_load),
     )
     tried = []
-    for build, chosen in _candidates(system, fabric):
+    for build, chosen in candidates(system, fabric):
         work = build(on_cores(model, build(model), fabric))
-        ended_s = iterate(work, fabric, weather)
-        tried.append((_mean_s(ended_s), work, _size(system, work, chosen)))
+        cluster = Cluster(work, fabric)
+        ended_s = [cluster.iterate(pace) for pace in paces]
+        tried.append((_mean_s(ended_s), work, largest_mb(work) if work.is_planned else chosen))
     iteration_s, work, chosen = min(tried, key=lambda one: one[0])
     return Prediction(
         system=system.label,
@@ -121,14 +121,14 @@ def on_cores(model: Model, work: Work, fabric: Fabric) -> Model:
     )
 
 
-def _candidates(system: System, fabric: Fabric) -> list[tuple[Callable[[Model], Work], str]]:
+def candidates(system: System, fabric: Fabric) -> list[tuple[Callable[[Model], Work], str]]:
     """What the system may be, of a model, and what was chosen for it; the fastest counts."""
     options = system.options
     if system.kind == "ddp-best":
         return [
             (partial(buckets, bucket_mb=size, are_views=True), f"{size} MB") for size in BUCKETS_MB
         ]
-    if system.kind == "ddp":
+    if system.kind.startswith("ddp"):
         size = float(options["bucket_mb"]) if "bucket_mb" in options else None
         are_views = options.get("bucket_view") == "1"
         chosen = f"{size or DEFAULT_BUCKET_MB:g} MB"
@@ -138,7 +138,7 @@ def _candidates(system: System, fabric: Fabric) -> list[tuple[Callable[[Model], 
     return [(partial(scheduled, fabric=fabric, options=options), "")]
 
 
-def _size(system: System, work: Work, chosen: str) -> str:
-    if system.kind != "bytesched":
-        return chosen
-    return f"{max(job.nbytes for job in work.jobs) / 1e6:.2f} MB"
+def largest_mb(work: Work) -> str:
+    """Of what is sent at once; nothing where nothing is sent."""
+    largest = max((job.nbytes for job in work.jobs), default=0)
+    return f"{largest / 1e6:.2f} MB" if largest else ""

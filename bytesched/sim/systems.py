@@ -5,14 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from math import prod
 
 from bytesched.bench.profile import ELEMENT_BYTES, Profile
-from bytesched.link.cores import Cores
-from bytesched.link.fabric import Fabric
-from bytesched.link.sizes import chosen_sizes, first_bytes
-from bytesched.link.work import Bundle, Gather, Job, Work
-from bytesched.task import CommTask
+from bytesched.link.cluster import Bundle, Gather, Job, Work
+from bytesched.link.fabric import Cores, Fabric
 from bytesched.values import parse_size
 
 __all__ = [
@@ -34,6 +32,9 @@ SYSTEMS = ("ddp", "ddp-best", "fsdp2", "bytesched")
 #: those whose predictions were held against the lab (docs/results.md)
 CALIBRATED = ("ddp", "ddp-best", "bytesched")
 BUCKETS_MB = (1, 2, 4, 8, 16, 25)
+#: of bytesched's buckets and chunks, where nothing is set: over Gloo, and over NCCL
+#: (plugins/c10d/planning.py)
+CHUNK_MB, NCCL_CHUNK_MB = 1, 16
 #: of DDP without arguments: its first bucket, and all others
 FIRST_BUCKET_MB = 1
 DEFAULT_BUCKET_MB = 25
@@ -65,8 +66,6 @@ class Costs:
     copy_bytes_per_s: float = math.inf
     #: what each gradient costs backward besides computing it, whatever the system: its memory
     tensor_s: float = 0.0
-    #: CPU time of one all-reduce on each rank, as the warm-up measures it
-    collective_cpu_s: float = 0.0
     #: cores that a training step keeps busy without communication: 0 beside an accelerator
     cpu_load: float = 0.0
     #: of bytesched, and of all others
@@ -79,7 +78,6 @@ class Costs:
 LAB_COSTS = Costs(
     update_bytes_per_s=7.8e9,
     copy_bytes_per_s=19e9,
-    collective_cpu_s=4e-4,
     scheduled=CpuCosts(message_s=125e-6, tensor_s=6e-6, byte_s=1.1e-9),
     plain=CpuCosts(message_s=65e-6, tensor_s=2e-6, byte_s=1.1e-9),
 )
@@ -179,7 +177,6 @@ def buckets(model: Model, bucket_mb: float | None = None, *, are_views: bool = F
             for each_s, layer in zip(backward_s, model.profile.layers, strict=True)
         )
     return Work(
-        name="ddp",
         forward_s=model.forward_s,
         backward_s=backward_s,
         jobs=tuple(jobs),
@@ -215,7 +212,6 @@ def sharded(model: Model, ranks: int, *, by_gloo: bool = False) -> Work:
         issued_at = unit[0]
     bundles, gates = model.whole(len(jobs), ranks=ranks)
     return Work(
-        name="fsdp2",
         forward_s=model.forward_s,
         backward_s=model.backward_s,
         jobs=tuple(jobs),
@@ -226,76 +222,59 @@ def sharded(model: Model, ranks: int, *, by_gloo: bool = False) -> Work:
 
 
 def scheduled(model: Model, fabric: Fabric, options: Mapping[str, str]) -> Work:
-    """bytesched: chunks, the most urgent first; each layer waits for its own update.
+    """bytesched: buckets cut into chunks, the most urgent first; each layer waits for its own.
 
     Where the script clips, its step waits for all of them.
     """
-    chunks, credit_bytes = _chunks(model, fabric, options)
-    jobs = tuple(
-        Job(chunk.nbytes, index, _first_layer(chunk)) for index, chunk in enumerate(chunks)
-    )
+    chunk_mb = CHUNK_MB if fabric.overlaps else NCCL_CHUNK_MB
+    chunk_bytes = parse_size(options.get("partition_bytes", 0)) or chunk_mb * MIB
+    jobs: list[Job] = []
+    #: chunks in which the gradients of a layer lie
+    chunks_of: dict[int, list[int]] = {}
+    bucket: list[tuple[int, int]] = []
+    for number, (layer, size) in reversed(list(enumerate(model.tensors()))):
+        bucket.append((layer, size))
+        if sum(nbytes for _, nbytes in bucket) >= chunk_bytes or not number:
+            for nbytes, layers in _cut(bucket, chunk_bytes):
+                for each in layers:
+                    chunks_of.setdefault(each, []).append(len(jobs))
+                jobs.append(Job(nbytes, min(layers), layer))
+            bucket.clear()
     if model.clip:
         bundles, gates = model.whole(len(jobs))
     else:
-        bundles, gates = _own_bundles(model, chunks)
+        with_gradients = sorted(chunks_of)
+        bundles = tuple(
+            Bundle(tuple(chunks_of[each]), model.update_s(model.profile.layers[each].nbytes))
+            for each in with_gradients
+        )
+        number_of = {each: number for number, each in enumerate(with_gradients)}
+        gates = tuple(number_of.get(each, -1) for each in range(len(model.profile.layers)))
     return Work(
-        name="bytesched",
         forward_s=model.forward_s,
         backward_s=model.backward_s,
-        jobs=jobs,
+        jobs=tuple(jobs),
         bundles=bundles,
         bundle_of=gates,
         is_planned=True,
         policy=options.get("policy", "priority"),
-        credit_bytes=credit_bytes,
-    )
-
-
-def _chunks(
-    model: Model, fabric: Fabric, options: Mapping[str, str]
-) -> tuple[Sequence[CommTask], int]:
-    """Chunks as a plan cuts them, and the credit, of sizes that are given or follow the link."""
-    partition_bytes, credit_bytes = chosen_sizes(
-        fabric.probes(model.costs.collective_cpu_s, model.profile.nbytes),
-        model_bytes=model.profile.nbytes,
-        cpu_load=model.costs.cpu_load,
-        partition_bytes=parse_size(options.get("partition_bytes", 0)),
         credit_bytes=parse_size(options.get("credit_bytes", 0)),
     )
-    tasks, start_at = [], 0
-    for layer, nbytes in model.tensors():
-        task = CommTask(
-            f"layer{layer}",
-            start_at=start_at,
-            stop_at=start_at + nbytes // ELEMENT_BYTES,
-            itemsize=ELEMENT_BYTES,
-            priority=layer,
-        )
-        tasks.append(task)
-        start_at = task.stop_at
-    merged = CommTask.merge(tasks)
-    return merged.partition(partition_bytes, first_bytes(partition_bytes)), credit_bytes
 
 
-def _first_layer(chunk: CommTask) -> int:
-    return min(member.priority for member in chunk.members)
-
-
-def _own_bundles(
-    model: Model, chunks: Sequence[CommTask]
-) -> tuple[tuple[Bundle, ...], tuple[int, ...]]:
-    """A bundle for each layer that has gradients, of the chunks that these lie in."""
-    chunks_of: dict[int, list[int]] = {}
-    for index, chunk in enumerate(chunks):
-        for layer in dict.fromkeys(member.priority for member in chunk.members):
-            chunks_of.setdefault(layer, []).append(index)
-    bundles: list[Bundle] = []
-    gates = []
-    for layer, profile in enumerate(model.profile.layers):
-        gates.append(len(bundles) if layer in chunks_of else -1)
-        if layer in chunks_of:
-            bundles.append(Bundle(tuple(chunks_of[layer]), model.update_s(profile.nbytes)))
-    return tuple(bundles), tuple(gates)
+def _cut(bucket: Sequence[tuple[int, int]], chunk_bytes: int) -> Iterator[tuple[int, list[int]]]:
+    """Bytes and layers of the chunks of a bucket: parts alike (plugins/planned/cutting.py)."""
+    ends = list(accumulate(nbytes for _, nbytes in bucket))
+    total = ends[-1]
+    count = max(1, round(total / chunk_bytes))
+    for part in range(count):
+        start, stop = total * part // count, total * (part + 1) // count
+        inside = {
+            layer
+            for (layer, nbytes), end in zip(bucket, ends, strict=True)
+            if end > start and end - nbytes < stop
+        }
+        yield stop - start, sorted(inside)
 
 
 def _units(profile: Profile) -> Iterator[list[int]]:

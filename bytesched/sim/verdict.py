@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from statistics import fmean
 from typing import Final
 
 from bytesched.sim.curve import Case
@@ -87,7 +88,7 @@ def _lost(case: Case, ours: Prediction) -> str:
     if ours.to_optimum < _NEAR:
         return ""
     fabric = case.fabric
-    slowest = case.climate.slowest(fabric.ranks, case.iterations)
+    slowest = fmean(map(max, case.paces))
     above = f"; it stays {100 * (ours.to_optimum - 1):.0f} % above T*, as "
     if slowest - 1 > (ours.to_optimum - 1) / 2:
         return above + (

@@ -1,13 +1,12 @@
-"""Work, links and weather at random, for simulated clusters."""
+"""Work, links and paces at random, for simulated clusters."""
 
 from __future__ import annotations
 
 from hypothesis import strategies as st
 
 from bytesched.link.algorithms import ALGORITHMS, LIBRARIES
-from bytesched.link.cluster import Weather
+from bytesched.link.cluster import Bundle, Gather, Job, Work
 from bytesched.link.fabric import Fabric
-from bytesched.link.work import Bundle, Gather, Job, Work
 
 _TIMES_S = st.floats(0.0, 0.1)
 _SIZES = st.integers(1, 10**6)
@@ -40,7 +39,6 @@ def works(draw: st.DrawFn) -> Work:
         for index, first in enumerate(firsts)
     )
     return Work(
-        name="any",
         forward_s=tuple(draw(_TIMES_S) for _ in range(layers)),
         backward_s=tuple(draw(_TIMES_S) for _ in range(layers)),
         jobs=tuple(jobs),
@@ -60,18 +58,14 @@ def fabrics(draw: st.DrawFn) -> Fabric:
         bytes_per_s=draw(st.sampled_from((1e6, 1e7, 1e8))),
         latency_s=draw(st.sampled_from((0.0, 1e-3))),
         algorithm=draw(st.sampled_from(sorted({*ALGORITHMS, *LIBRARIES}))),
-        overhead_s=draw(st.sampled_from((0.0, 1e-4))),
         delay_s=draw(st.sampled_from((0.0, 1e-3))),
         overlaps=draw(st.booleans()),
     )
 
 
 @st.composite
-def weathers(draw: st.DrawFn, ranks: int) -> list[Weather]:
+def paces(draw: st.DrawFn, ranks: int) -> list[tuple[float, ...]]:
     """Iterations enough to measure, to plan and to keep to it."""
-    paces = st.tuples(*(st.floats(0.5, 2.0) for _ in range(ranks)))
-    fixed = draw(paces)
-    return [
-        Weather(draw(paces) if draw(st.booleans()) else fixed, draw(st.sampled_from((1.0, 1.5))))
-        for _ in range(9)
-    ]
+    pace = st.tuples(*(st.floats(0.5, 2.0) for _ in range(ranks)))
+    fixed = draw(pace)
+    return [draw(pace) if draw(st.booleans()) else fixed for _ in range(9)]

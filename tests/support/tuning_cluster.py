@@ -2,25 +2,35 @@
 
 from __future__ import annotations
 
+import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 
 from bytesched.bench.profile import Profile, load_profile
-from bytesched.link.bound import gradients
-from bytesched.link.simulation import ManualClock, simulate
-from bytesched.link.sizes import Probe, chosen_sizes, probe_sizes
-from bytesched.policy import Fifo, named_policy
+from bytesched.link import cluster as virtual
+from bytesched.link.fabric import Fabric
+from bytesched.link.sizes import Probe, probe_sizes
+from bytesched.sim.systems import Costs, Model, buckets, scheduled
 from bytesched.tunable import KNOBS, Decision, RunFacts, Setting, Steps, Tuner
-from bytesched.tuning import fit
+from bytesched.tuning import seed
 from bytesched.tuning.controller import Controller, Turn
 from bytesched.tuning.memory import Memory
 from bytesched.tuning.online import OnlineTuner
+from bytesched.tuning.search import Search
 from bytesched.tuning.space import Limits
 
-OFF_BYTES = 25 << 20
+OFF_MB = 25
+UNTUNED = Setting(1 << 20, 2 << 20)
+
+
+class BlindSearch(Search):
+    """Any setting that was not tried, each as likely."""
+
+    def _propose(self, untold: Sequence[Setting]) -> Setting | None:
+        return self._random.choice(untold)
 
 
 @lru_cache
@@ -29,7 +39,7 @@ def profile(name: str) -> Profile:
 
 
 @dataclass(frozen=True)
-class Link(fit.Link):
+class Link(seed.Link):
     """What carries chunks here: each is across so much later than the next one may begin."""
 
     latency_s: float = 0.0
@@ -38,21 +48,22 @@ class Link(fit.Link):
 @lru_cache(maxsize=20000)
 def exact_step_s(name: str, link: Link, setting: Setting) -> float:
     """A step without noise; with scheduling off, one as DDP has it, in buckets of 25 MB."""
-    layers = profile(name).chain()
-    work = gradients(layers)
-    off = not setting.enabled
-    return simulate(
-        [gradient.release_s for gradient in work],
-        [int(layer.nbytes) for layer in layers],
-        [0.0 if off else layer.forward_s for layer in layers],
+    model = Model(profile(name), Costs(update_bytes_per_s=math.inf))
+    fabric = Fabric(
+        ranks=2,
         bytes_per_s=link.bytes_per_s,
-        overhead_s=link.overhead_s,
-        latency_s=link.latency_s,
-        partition_bytes=OFF_BYTES if off else setting.partition_bytes,
-        credit_bytes=OFF_BYTES if off else setting.credit_bytes,
-        policy=Fifo() if off else named_policy(setting.policy),
-        merge=True,
-    ).step_s + (sum(layer.forward_s for layer in layers) if off else 0.0)
+        latency_s=link.overhead_s / 2,
+        delay_s=link.latency_s,
+        overlaps=False,
+    )
+    if setting.enabled:
+        sizes = {name: str(getattr(setting, name)) for name in ("partition_bytes", "credit_bytes")}
+        work = scheduled(model, fabric, sizes | {"policy": setting.policy})
+    else:
+        work = buckets(model, OFF_MB, are_views=True)
+    cluster = virtual.Cluster(work, fabric)
+    ended_s = [cluster.iterate((1.0,)) for _ in range(4)]
+    return ended_s[-1] - ended_s[-2]
 
 
 @dataclass
@@ -71,7 +82,7 @@ class Cluster:
     seed: int = 0
     #: called before every step with its number; may change the link
     event: Callable[[Cluster, int], None] = lambda cluster, step: None
-    clock: ManualClock = field(default_factory=ManualClock)
+    now_s: float = 0.0
     steps: int = 0
     #: the settings of all steps, in order
     history: list[Setting] = field(default_factory=list)
@@ -90,7 +101,7 @@ class Cluster:
         if self.evaluated_every and self.steps % self.evaluated_every == 0:
             duration_s *= self.late
         self.history.append(setting)
-        self.clock.advance(duration_s)
+        self.now_s += duration_s
         return duration_s
 
     def run(self, turn: Turn) -> tuple[float, ...]:
@@ -128,7 +139,6 @@ class Cluster:
     def facts(self, **changes: object) -> RunFacts:
         probes = self.probes()
         model_bytes = profile(self.model).nbytes
-        sizes = chosen_sizes(list(probes), model_bytes=model_bytes, cpu_load=0.1)
         facts: dict[str, object] = {
             "backend": "gloo",
             "ranks_per_host": (1, 1),
@@ -137,7 +147,7 @@ class Cluster:
             "model_bytes": model_bytes,
             "signature": self.model,
             "probes": probes,
-            "untuned": Setting(*sizes),
+            "untuned": UNTUNED,
             "knobs": frozenset(KNOBS),
             "first_steps": 2,
             "changed_steps": 1,
@@ -147,7 +157,7 @@ class Cluster:
 
 def tuner_on(cluster: Cluster, folder: Path, limits: Limits | None = None) -> OnlineTuner:
     return OnlineTuner(
-        limits or Limits(), memory=Memory(folder=folder), now_s=lambda: cluster.clock.now_s
+        limits or Limits(), memory=Memory(folder=folder), now_s=lambda: cluster.now_s
     )
 
 

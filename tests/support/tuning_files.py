@@ -17,10 +17,9 @@ DONE = TuningFile(
     FINGERPRINT,
     UNTUNED,
     TUNED,
-    "done",
     (Trial(TUNED, "search", 400.0, (399.0, 401.0)), Trial(UNTUNED, "search", float("nan"), ())),
     120,
     400.0,
     440.0,
 )
-RUNNING = replace(DONE, setting=None, state="running", step_ms=float("nan"))
+RUNNING = replace(DONE, setting=None, step_ms=float("nan"))

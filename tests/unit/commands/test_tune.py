@@ -14,11 +14,10 @@ from paths import SUPPORT
 from tuning_files import DONE, RUNNING
 
 from bytesched import cli
-from bytesched.commands.tune import KILLED
+from bytesched.commands.tune import KILLED, summary
 from bytesched.tunable import Setting
 from bytesched.tuning.file import Trial, TuningFile
 from bytesched.tuning.memory import Memory
-from bytesched.tuning.progress import summary
 
 WRITER = """
 import os, sys, time
@@ -227,7 +226,7 @@ def test_what_is_known_is_shown_without_what_a_search_needs(cache: Path) -> None
     Memory(folder=cache).save(DONE)
     only_the_standard_library = (
         "import sys; sys.modules.update(dict.fromkeys("
-        "['numpy', 'skopt', 'platformdirs', 'rich', 'torch']))\n"
+        "['numpy', 'platformdirs', 'torch']))\n"
         "from bytesched import cli; sys.exit(cli.main(['tune', '--show']))"
     )
     shown = subprocess.run(
@@ -265,15 +264,15 @@ def test_where_no_script_is_found_that_is_said_before_it_runs(
     assert cli.main(["tune", "--", "sh", "-c", "echo trained >&2"]) == 1
     out, err = capfd.readouterr()
     assert err.startswith("tune: no Python script was found in ")
-    assert "trained" in out
+    assert err.index("\ntrained") > 0
+    assert not out
 
 
 TRIED = tuple(
     Trial(setting, phase, step_ms, (step_ms,))
     for setting, phase, step_ms in (
-        (RUNNING.untuned, "baseline", 400.0),
-        (Setting(1 << 20, 2 << 20), "search", 360.0),
         (RUNNING.untuned, "baseline", 800.0),
+        (Setting(1 << 20, 2 << 20), "search", 720.0),
         (Setting(1 << 19, 1 << 20), "search", 700.0),
     )
 )
@@ -281,17 +280,7 @@ BEGUN = f"""
 from dataclasses import replace
 from bytesched.tunable import Setting
 from bytesched.tuning.file import Trial
-begun = replace(RUNNING, trials={TRIED!r})
-"""
-
-
-LOOK = """
-import os, sys
-sys.path.insert(0, sys.argv[1])
-from tuning_files import FINGERPRINT
-from bytesched.tuning.memory import Memory
-found = Memory(os.environ["BYTESCHED_TUNE_FILE"]).unfinished(FINGERPRINT)
-print("begins with", len(found.trials), "trials")
+memory.save(replace(RUNNING, trials={TRIED!r}))
 """
 
 
@@ -299,8 +288,7 @@ print("begins with", len(found.trials), "trials")
 def test_what_a_short_run_has_found_is_kept_and_told(
     options: list[str], cache: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Of several runs, each counts against its own untuned steps."""
-    assert tune(f"{BEGUN}\nmemory.save(begun)", *options) == 1
+    assert tune(BEGUN, *options) == 1
     err = capfd.readouterr().err
     assert "best so far: partition 512 KiB, credit 1 MiB, 12.5 % gained" in err
     assert "BYTESCHED_PARTITION_BYTES=524288 BYTESCHED_CREDIT_BYTES=1048576" in err
@@ -308,6 +296,3 @@ def test_what_a_short_run_has_found_is_kept_and_told(
     ((path, tuning),) = memory.entries()
     assert tuning.trials == TRIED
     assert f"kept in {path.name if options else path}" in err
-    training = [sys.executable, "-c", LOOK, str(SUPPORT)]
-    assert cli.main(["tune", "--steps", "77", *options, "--", *training]) == 1
-    assert "begins with 4 trials" in capfd.readouterr().out

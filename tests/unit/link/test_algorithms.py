@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bytesched.link.algorithms import ALGORITHMS, GLOO_RANKS, LIBRARIES, algorithm_of
+from bytesched.link.algorithms import ALGORITHMS, GLOO_RANKS, LIBRARIES
 from bytesched.link.fabric import Fabric
 
 LATENCY_S = 30e-6
@@ -49,10 +49,3 @@ def test_no_all_reduce_sends_less_than_it_must(ranks: int) -> None:
     for name, algorithm in ALGORITHMS.items():
         assert algorithm.bytes_per_byte(ranks) >= 2 * (ranks - 1) / ranks
         assert algorithm.messages(ranks) >= (2 if name == "exchange" else (ranks - 1).bit_length())
-
-
-def test_a_name_is_that_of_an_algorithm_or_of_a_library() -> None:
-    facts = {"ranks": 8, "nbytes": 1e6, "bytes_per_s": 1e9, "latency_s": LATENCY_S}
-    for name, algorithm in ALGORITHMS.items():
-        assert algorithm_of(name, **facts) is algorithm  # type: ignore[arg-type]
-    assert algorithm_of("gloo", **facts) is ALGORITHMS["ring"]  # type: ignore[arg-type]

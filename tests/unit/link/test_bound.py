@@ -1,8 +1,7 @@
-"""T* and the bound of a real schedule, against a slow reference and a simulated link."""
+"""T*, against a slow reference; the bound of a plan is in spine/test_core_bound.py."""
 
 from __future__ import annotations
 
-import heapq
 import math
 import random
 
@@ -56,43 +55,6 @@ def tiny_slices(layers: list[Layer], bytes_per_s: float, slice_s: float) -> floa
     return forward_end_s(layers, arrived_s)
 
 
-def windowed(
-    layers: list[Layer], bytes_per_s: float, partition: float, credit: float, overhead_s: float
-) -> tuple[float, int]:
-    """Partitions by priority within a credit window over a first-in first-out link."""
-    work = gradients(layers)
-    chunks = [
-        (gradient.release_s, index, min(partition, gradient.nbytes - at * partition))
-        for index, gradient in enumerate(work)
-        for at in range(math.ceil(gradient.nbytes / partition))
-    ]
-    arrivals = sorted(chunks)
-    ready: list[tuple[int, int, float]] = []
-    link: list[tuple[int, float]] = []
-    arrived_s = [0.0] * len(layers)
-    now_s, link_free_s, available, taken, done = 0.0, math.inf, credit, 0, 0
-    while done < len(chunks):
-        while taken < len(arrivals) and arrivals[taken][0] <= now_s:
-            _, index, nbytes = arrivals[taken]
-            heapq.heappush(ready, (index, taken, nbytes))
-            taken += 1
-        while ready and available > 0:
-            index, _, nbytes = heapq.heappop(ready)
-            available -= nbytes
-            link.append((index, nbytes))
-        if link and link_free_s == math.inf:
-            link_free_s = now_s + overhead_s + link[0][1] / bytes_per_s
-        next_arrival_s = arrivals[taken][0] if taken < len(arrivals) else math.inf
-        now_s = min(link_free_s, next_arrival_s)
-        if now_s == link_free_s:
-            index, nbytes = link.pop(0)
-            available = min(available + nbytes, credit)
-            arrived_s[index] = now_s
-            link_free_s = math.inf
-            done += 1
-    return forward_end_s(layers, arrived_s), len(chunks)
-
-
 def test_gradients_of_a_chain() -> None:
     first, last = gradients([Layer(1, 2, 10), Layer(3, 4, 20)])
     assert first == Gradient(release_s=6, tail_s=4, nbytes=10)
@@ -120,29 +82,6 @@ def test_optimum_equals_a_preemptive_schedule_in_tiny_slices() -> None:
         best_s = optimum_s(gradients(layers), compute_s(layers), bytes_per_s=1.0)
         sliced_s = tiny_slices(layers, 1.0, 0.002)
         assert best_s - 1e-9 <= sliced_s <= best_s + 0.002 * (2 * len(layers) + 2)
-
-
-def test_no_windowed_schedule_beats_the_optimum_or_exceeds_the_bound() -> None:
-    rng = random.Random(2)
-    tightest = 0.0
-    for _ in range(500):
-        layers = chain(rng, rng.randint(2, 12))
-        partition = rng.choice([0.1, 0.25, 0.5, 1, 2])
-        credit = partition * rng.choice([0.5, 1, 2, 4])
-        overhead_s = rng.choice([0, 0.01, 0.05])
-        best_s = optimum_s(gradients(layers), compute_s(layers), bytes_per_s=1.0)
-        finish_s, chunks = windowed(layers, 1.0, partition, credit, overhead_s)
-        limit_s = schedule_bound_s(
-            best_s,
-            chunks=chunks,
-            overhead_s=overhead_s,
-            partition_bytes=partition,
-            credit_bytes=credit,
-            bytes_per_s=1.0,
-        )
-        assert best_s - 1e-9 <= finish_s <= limit_s + 1e-9
-        tightest = max(tightest, (finish_s - best_s) / (limit_s - best_s))
-    assert tightest > 0.8
 
 
 def test_partition_seed_minimises_the_bound() -> None:

@@ -7,26 +7,33 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from simulated import fabrics, weathers, works
+from simulated import fabrics, paces, works
 
-from bytesched.course import PLANNED_AFTER
-from bytesched.link.cluster import Cluster, Weather
+from bytesched.link.cluster import Bundle, Cluster, Gather, Job, Work
 from bytesched.link.fabric import Fabric
-from bytesched.link.work import Bundle, Gather, Job, Work
 
-
-def calm(ranks: int) -> Weather:
-    return Weather((1.0,) * ranks)
+CALM = (1.0, 1.0)
 
 
 def two_layers() -> Work:
     return Work(
-        name="two",
         forward_s=(1.0, 1.0),
         backward_s=(2.0, 2.0),
-        jobs=(Job(100, 0, 0), Job(300, 1, 1)),
-        bundles=(Bundle((0,), 0.0), Bundle((1,), 0.0)),
+        jobs=(Job(300, 1, 1), Job(100, 0, 0)),
+        bundles=(Bundle((1,), 0.0), Bundle((0,), 0.0)),
         bundle_of=(0, 1),
+        is_planned=True,
+    )
+
+
+def three_layers() -> Work:
+    """While the last layer is on the link, the others become ready."""
+    return Work(
+        forward_s=(0.1, 0.1, 0.1),
+        backward_s=(1.0, 1.0, 1.0),
+        jobs=tuple(Job(500, layer, layer) for layer in (2, 1, 0)),
+        bundles=tuple(Bundle((2 - layer,), 0.0) for layer in range(3)),
+        bundle_of=(0, 1, 2),
         is_planned=True,
     )
 
@@ -34,39 +41,48 @@ def two_layers() -> Work:
 def test_an_iteration_by_hand() -> None:
     """Backward 4 s; layer 1 is on the link from 2 s to 5 s, layer 0 from 5 s to 6 s."""
     fabric = Fabric(ranks=2, bytes_per_s=100.0, latency_s=0.0)
-    assert Cluster(two_layers(), fabric).iterate(calm(2)) == 6.0 + 1.0 + 1.0
+    assert Cluster(two_layers(), fabric).iterate(CALM) == 6.0 + 1.0 + 1.0
     # The last rank decides when a collective begins.
-    late_s = Cluster(two_layers(), fabric).iterate(Weather((1.0, 2.0)))
+    late_s = Cluster(two_layers(), fabric).iterate((1.0, 2.0))
     assert late_s == 8.0 + 1.0 + 2.0 * (1.0 + 1.0)
 
 
-def test_credit_keeps_what_is_next_from_starting() -> None:
-    """The link has nothing to do while the end of a job is on its way."""
-    fabric = Fabric(ranks=2, bytes_per_s=100.0, latency_s=0.0, delay_s=10.0)
-    work = replace(two_layers(), backward_s=(0.0, 2.0))
-    assert Cluster(work, fabric).iterate(calm(2)) == 2.0 + 3.0 + 1.0 + 10.0 + 2.0
-    one_at_a_time = replace(work, credit_bytes=1)
-    assert Cluster(one_at_a_time, fabric).iterate(calm(2)) == 2.0 + 13.0 + 11.0 + 2.0
-
-
-def test_an_order_is_planned_of_the_slowest_rank() -> None:
-    """While the last layer is on the link, the others become ready: the front one goes next."""
-    work = Work(
-        name="three",
-        forward_s=(0.1, 0.1, 0.1),
-        backward_s=(1.0, 1.0, 1.0),
-        jobs=tuple(Job(500, layer, layer) for layer in range(3)),
-        bundles=tuple(Bundle((layer,), 0.0) for layer in range(3)),
-        bundle_of=(0, 1, 2),
-        is_planned=True,
-        credit_bytes=1,
-    )
+@pytest.mark.parametrize(
+    ("credit_bytes", "planned"),
+    [
+        # Decided when the link is free: what the front needs goes next.
+        (1, [0, 2, 1]),
+        # A chunk ahead: another one has been started by then.
+        (501, [0, 1, 2]),
+    ],
+)
+def test_an_order_is_planned_of_the_slowest_rank(credit_bytes: int, planned: list[int]) -> None:
+    work = replace(three_layers(), credit_bytes=credit_bytes)
     cluster = Cluster(work, Fabric(ranks=2, bytes_per_s=100.0, latency_s=0.0))
     orders = []
-    for _ in range(PLANNED_AFTER + 1):
+    for _ in range(4):
         orders.append(list(cluster.order))
-        cluster.iterate(Weather((1.0, 0.1)))
-    assert orders == [[2, 1, 0]] * PLANNED_AFTER + [[2, 0, 1]]
+        cluster.iterate((1.0, 0.1))
+    assert orders == [[0, 1, 2]] * 2 + [planned] * 2
+
+
+def test_what_keeps_to_fifo_plans_nothing() -> None:
+    work = replace(three_layers(), policy="fifo")
+    cluster = Cluster(work, Fabric(ranks=2, bytes_per_s=100.0, latency_s=0.0, overlaps=False))
+    for _ in range(4):
+        cluster.iterate(CALM)
+    assert list(cluster.order) == [0, 1, 2]
+
+
+def test_a_plan_that_turns_out_slower_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measured in iterations 1, 5 and 13; the worst order there is takes the place of a plan."""
+    monkeypatch.setattr("bytesched.link.cluster.plan_order", lambda *_, **__: [2, 1, 0])
+    cluster = Cluster(three_layers(), Fabric(ranks=2, bytes_per_s=500.0, latency_s=0.0))
+    for _ in range(13):
+        cluster.iterate(CALM)
+    assert list(cluster.order) == [2, 1, 0]
+    cluster.iterate(CALM)
+    assert list(cluster.order) == [0, 1, 2]
 
 
 @settings(max_examples=40)
@@ -76,10 +92,10 @@ def test_no_iteration_beats_its_own_work(data: st.DataObject) -> None:
     work, fabric = data.draw(works()), data.draw(fabrics())
     cluster, before_s = Cluster(work, fabric), 0.0
     sent: list[Job | Gather] = [*work.jobs, *work.gathers]
-    for weather in data.draw(weathers(fabric.ranks)):
-        ended_s = cluster.iterate(weather)
+    for pace in data.draw(paces(fabric.ranks)):
+        ended_s = cluster.iterate(pace)
         assert sorted(cluster.order) == list(range(len(work.jobs)))
-        carried_s = weather.links * sum(fabric.occupied_s(one.nbytes, one.share) for one in sent)
+        carried_s = sum(fabric.occupied_s(one.nbytes, one.share) for one in sent)
         assert ended_s - before_s >= carried_s - 1e-9
         before_s = ended_s
 

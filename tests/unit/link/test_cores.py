@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bytesched.link.cores import Cores
-from bytesched.link.fabric import Fabric
+from bytesched.link.fabric import Cores, Fabric
 
 CORES = st.floats(0.05, 64.0)
 LOADS = st.floats(0.0, 16.0)
@@ -73,9 +72,3 @@ def test_a_collective_waits_for_cores() -> None:
     busy = Fabric(**links, byte_cpu_s=10e-9, cores=0.5)  # type: ignore[arg-type]
     assert busy.occupied_s(10**6) == pytest.approx(28e-3)
     assert busy.cpu_s(10**6) == pytest.approx(14e-3)
-
-
-def test_probes_of_a_warm_up_have_the_cores_for_themselves() -> None:
-    links = {"ranks": 4, "bytes_per_s": 1e8, "latency_s": 1e-4, "message_cpu_s": 1e-3}
-    few, many = (Fabric(**links, cores=cores) for cores in (0.1, 64.0))  # type: ignore[arg-type]
-    assert few.probes(1e-4, 10**8) == many.probes(1e-4, 10**8)

@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bytesched.link.shared import SharedLink
-from bytesched.link.simulation import ManualClock
+from bytesched.link.shared import Event, Process, SharedLink
 
 
 def ends_of(transfers: list[tuple[float, float]]) -> list[float]:
     """When each transfer ends, of pairs: when it begins, and how long it takes alone."""
-    clock = ManualClock()
-    link = SharedLink(clock)
+    link = SharedLink()
     ends_s = [-1.0] * len(transfers)
 
-    def begin(index: int, alone_s: float) -> None:
-        link.start(alone_s, lambda: ends_s.__setitem__(index, clock.now_s))
+    def transfer(index: int, at_s: float, alone_s: float) -> Process:
+        yield at_s
+        yield link.carry(alone_s)
+        ends_s[index] = link.now_s
 
-    for index, (at_s, alone_s) in enumerate(transfers):
-        clock.call_at(at_s, partial(begin, index, alone_s))
-    clock.run()
+    for index, times in enumerate(transfers):
+        link.go_on(transfer(index, *times))
+    link.run()
     return ends_s
 
 
@@ -46,3 +44,22 @@ def test_all_end_and_the_link_carries_no_more_than_it_can(
     for begin_s, alone_s in sorted(transfers):
         last_s = max(last_s, begin_s) + alone_s
     assert max(ends_s) == pytest.approx(last_s, abs=1e-6)
+
+
+def test_what_happens_is_in_order_and_an_event_is_waited_for_once() -> None:
+    link, came, event = SharedLink(), list[tuple[float, str]](), Event()
+
+    def wait(name: str, *waits: float | Event) -> Process:
+        yield from waits
+        came.append((link.now_s, name))
+
+    def ring() -> Process:
+        yield 2.5
+        event.happen()
+
+    for name, at_s in (("c", 3.0), ("a", 1.0), ("b", 2.0), ("B", 2.0)):
+        link.go_on(wait(name, at_s))
+    for process in (wait("rung", event), wait("late", 4.0, event, 0.5), ring()):
+        link.go_on(process)
+    link.run()
+    assert came == [*((1.0, "a"), (2.0, "b"), (2.0, "B"), (2.5, "rung"), (3.0, "c"), (4.5, "late"))]

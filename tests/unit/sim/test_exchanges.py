@@ -41,41 +41,33 @@ def test_the_systems_of_a_profile_with_experts_have_a_form() -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_the_lane_shortens_all_to_alls_and_the_iteration(ranks: int) -> None:
+def test_an_order_and_pieces_shorten_the_iteration(ranks: int) -> None:
     fabric = replace(FABRIC, ranks=ranks)
     profile = load_profile("moe")
     profile = profile.scaled(profile.nbytes / fabric.gradient_bytes_per_s / profile.compute_s)
     found = predicted(profile, ",".join(EXCHANGE_SYSTEMS), fabric)
-    without, ours, pieces = (
-        found[name] for name in ("bytesched-no-lane", "bytesched", "bytesched-pieces")
-    )
-    assert found["idle"].exchange_p50_s == pytest.approx(found["idle"].exchange_p95_s)
-    assert found["idle"].exchange_p95_s < ours.exchange_p95_s < without.exchange_p95_s
-    assert ours.exchange_p95_s < 1.3 * found["idle"].exchange_p95_s
-    assert pieces.iteration_s < ours.iteration_s < without.iteration_s < found["ddp"].iteration_s
-    assert ours.to_optimum < 1.1
+    ours, pieces, idle = (found[name] for name in ("bytesched", "bytesched-pieces", "idle"))
+    assert idle.exchange_p50_s == pytest.approx(idle.exchange_p95_s)
+    assert idle.exchange_p95_s < ours.exchange_p95_s
+    assert pieces.iteration_s < ours.iteration_s < found["ddp"].iteration_s
+    assert ours.to_optimum < 1.15
 
 
-def test_a_lane_waits_for_what_is_under_way_and_for_nothing_else() -> None:
-    """One chunk of gradients is on the link when the all-to-all begins, and shares it."""
+def test_all_to_alls_share_the_link_with_gradients_urgent_or_not() -> None:
     layers = (
         LayerProfile("dense", 1.0, 1.0, ((25_000_000,),)),
         LayerProfile("experts", 1.0, 1.0, (), 0, 24_000_000),
         LayerProfile("last", 1.0, 1.0, ((25_000_000,),)),
     )
-    options = "partition_bytes=1MiB+credit_bytes=1MiB"
     found = predicted(
         Profile("", "", layers),
-        f"idle,bytesched:{options},bytesched-no-lane:{options}",
+        "idle,bytesched,bytesched-no-lane",
         replace(FABRIC, latency_s=0.0),
     )
-    idle_s = found["idle"].exchange_p95_s
-    assert idle_s == pytest.approx(0.1)
-    chunk_s = 2**20 / 1.2e8
-    ours_s = found[f"bytesched:{options}"].exchange_p95_s
-    # A plan's first chunks are smaller: at most the credit and one chunk.
-    assert idle_s < ours_s <= idle_s + 2 * chunk_s
-    assert found[f"bytesched-no-lane:{options}"].exchange_p95_s == pytest.approx(0.2, rel=0.05)
+    assert found["idle"].exchange_p95_s == pytest.approx(0.1)
+    # Two chunks of gradients are under way beside it.
+    assert found["bytesched"].exchange_p95_s == pytest.approx(0.3, rel=0.05)
+    assert replace(found["bytesched"], system="bytesched-no-lane") == found["bytesched-no-lane"]
 
 
 def test_a_queue_is_waited_for() -> None:

@@ -9,10 +9,9 @@ import pytest
 from bytesched.bench.profile import LayerProfile, Profile, load_profile
 from bytesched.bench.systems import parse_systems
 from bytesched.link.fabric import Fabric
-from bytesched.sim.curve import Case
+from bytesched.sim.curve import Case, Climate
 from bytesched.sim.predict import bound_s
 from bytesched.sim.systems import SYSTEMS, Costs, Model, buckets, scheduled, sharded
-from bytesched.sim.weather import Climate
 
 FABRIC = Fabric(ranks=4, bytes_per_s=1e8, latency_s=1e-4)
 
@@ -60,17 +59,29 @@ def test_gradients_are_copied_into_buckets_that_are_no_views_and_out_of_them() -
     assert copied.jobs == views.jobs
 
 
-def test_given_sizes_are_kept_and_others_follow_the_links() -> None:
-    given = scheduled(model(), FABRIC, {"partition_bytes": "512KiB", "credit_bytes": "3MiB"})
-    assert given.credit_bytes == 3 << 20
-    assert max(job.nbytes for job in given.jobs) <= 1 << 20
-    slow = scheduled(model(), replace(FABRIC, latency_s=5e-3), {})
-    assert len(slow.jobs) < len(scheduled(model(), FABRIC, {}).jobs)
+def test_buckets_are_cut_into_chunks_alike_and_ready_together() -> None:
+    """As the engine does it, from the last layer on: 3, 3 MiB, and 3 + 1 MiB in halves."""
+    sizes = (1, 3, 3, 3)
+    layers = tuple(
+        LayerProfile(str(index), 1.0, 2.0, ((mib << 18,),)) for index, mib in enumerate(sizes)
+    )
+    one = Model(Profile("four", "", layers), Costs(update_bytes_per_s=1e9))
+    work = scheduled(one, FABRIC, {"partition_bytes": "2MiB", "credit_bytes": "3MiB"})
+    found = [(job.nbytes / (1 << 20), job.gate, job.layer) for job in work.jobs]
+    halves = [(1.5, gate, gate) for gate in (3, 3, 2, 2, 1, 1)]
+    assert found == [*halves, (1.0, 0, 0)]
+    assert work.credit_bytes == 3 << 20
+    assert [bundle.jobs for bundle in work.bundles] == [(6,), (4, 5), (2, 3), (0, 1)]
+    whole = scheduled(one, FABRIC, {"partition_bytes": "16MiB"})
+    assert [(job.nbytes >> 20, job.gate) for job in whole.jobs] == [(10, 0)]
+    assert max(job.nbytes for job in scheduled(model(), FABRIC, {}).jobs) < 2 << 20
+    nccl = scheduled(model(), replace(FABRIC, overlaps=False), {})
+    assert max(job.nbytes for job in nccl.jobs) > 8 << 20
 
 
 @pytest.mark.parametrize("clip", [False, True])
 def test_no_system_is_faster_than_the_bound(clip: bool) -> None:
     systems = parse_systems("ddp-best,fsdp2,bytesched" if clip else "ddp,bytesched", SYSTEMS)
-    case = Case(model("vgg", clip=clip), FABRIC, systems, Climate(), 1, alike=2)
+    case = Case(model("vgg", clip=clip), FABRIC, systems, Climate(), 1)
     for one in case.predictions():
         assert one.iteration_s >= bound_s(case.model, case.fabric) * (1 - 1e-12)

@@ -7,14 +7,12 @@ from dataclasses import replace
 import pytest
 
 from bytesched.bench.profile import load_profile
-from bytesched.link.cores import Cores
-from bytesched.link.fabric import Fabric
-from bytesched.sim.curve import Case
+from bytesched.link.fabric import Cores, Fabric
+from bytesched.sim.curve import Case, Climate
 from bytesched.sim.predict import Prediction
 from bytesched.sim.systems import Costs, Model
 from bytesched.sim.table import rows
 from bytesched.sim.verdict import gain, verdict
-from bytesched.sim.weather import Climate
 
 CASE = Case(
     Model(load_profile("gpt"), Costs(update_bytes_per_s=1e9)),

@@ -6,12 +6,13 @@ import math
 from collections.abc import Sequence
 
 import pytest
-from tuning_cluster import Cluster, Link, exact_step_s
+from tuning_cluster import BlindSearch, Cluster, Link, exact_step_s
 
 from bytesched.tunable import Setting
-from bytesched.tuning.controller import Adopted, Controller, Drifted, Pace, Report, Tried, Turn
+from bytesched.tuning.controller import Adopted, Controller, Drifted, Pace, Report, Turn
+from bytesched.tuning.file import Trial
 from bytesched.tuning.samples import spread, typical_s
-from bytesched.tuning.search import BayesianSearch, RandomSearch, Searcher
+from bytesched.tuning.search import Search
 from bytesched.tuning.space import Limits, Range, Space
 
 MIB = 1 << 20
@@ -32,8 +33,8 @@ class Log:
         return [report for report in self.reports if isinstance(report, Drifted)]
 
     @property
-    def tried(self) -> list[Tried]:
-        return [report for report in self.reports if isinstance(report, Tried)]
+    def tried(self) -> list[Trial]:
+        return [report for report in self.reports if isinstance(report, Trial)]
 
 
 def controller_on(
@@ -49,15 +50,15 @@ def controller_on(
 ) -> tuple[Controller, Log]:
     log = Log()
 
-    def search(adopted: Setting | None) -> Searcher:
+    def search(adopted: Setting | None) -> Search:
         first = [adopted] if adopted else []
-        return RandomSearch(space, first=first) if blind else BayesianSearch(space, first=first)
+        return BlindSearch(space, first=first) if blind else Search(space, first=first)
 
     controller = Controller(
         untuned,
         can_switch_off=off,
         search=search,
-        now_s=lambda: cluster.clock.now_s,
+        now_s=lambda: cluster.now_s,
         pace=pace,
         report=log.reports.append,
         known=known,
@@ -121,7 +122,7 @@ def test_the_worst_candidates_cost_the_fewest_steps() -> None:
     whole = [tried for tried in log.tried if tried.phase == "search" and not tried.cut]
     assert cut
     assert whole
-    assert max(len(tried.durations_s) for tried in cut) < min(len(t.durations_s) for t in whole)
+    assert max(len(tried.durations_ms) for tried in cut) < min(len(t.durations_ms) for t in whole)
 
 
 @pytest.mark.parametrize("late_step", [60, 400])
@@ -167,7 +168,7 @@ def test_a_cluster_that_never_rests_is_tuned_at_most_so_often() -> None:
     cluster.drive(controller, 6000)
     retunings = [drift for drift in log.drifted if drift.retunes]
     assert retunings
-    assert len(retunings) <= 1 + cluster.clock.now_s / pace.retune_every_s
+    assert len(retunings) <= 1 + cluster.now_s / pace.retune_every_s
     refused = [drift for drift in log.drifted if not drift.retunes]
     assert len(refused) <= 2 * len(log.adopted), "it says the same again and again"
 

@@ -172,16 +172,6 @@ def test_one_chunk_is_not_tuned(tmp_path: Path) -> None:
     assert set(cluster.history) == {small["untuned"]}
 
 
-def test_names_that_cannot_change_at_run_time_are_not_tried(tmp_path: Path) -> None:
-    cluster = Cluster()
-    limits = Limits(policies=("priority", "fifo"))
-    knobs = frozenset({"partition_bytes", "credit_bytes"})
-    train(cluster, tuner_on(cluster, tmp_path, limits), 160, knobs=knobs)
-    assert {(setting.policy, setting.enabled) for setting in cluster.history} == {
-        ("priority", True)
-    }
-
-
 @pytest.mark.nightly
 def test_a_drift_is_tuned_away_from_what_is_measured(tmp_path: Path) -> None:
     def event(cluster: Cluster, step: int) -> None:
@@ -305,45 +295,6 @@ def test_a_run_that_ends_early_leaves_nothing_to_be_used(tmp_path: Path) -> None
     measured = sum(len(trial.durations_ms) for trial in tuning.trials)
     assert measured < tuning.steps <= cluster.steps, "steps that do not count are spent as well"
     assert tuning.more_trials > 0
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("steps", [32, 60])
-def test_short_runs_go_on_where_the_last_one_ended(steps: int, tmp_path: Path) -> None:
-    """None of them could tune alone: the comparison at the end takes more steps than one has."""
-    memory, tried = Memory(folder=tmp_path), 0
-    for seed in range(12):
-        cluster = Cluster(noise=0.005, seed=seed)
-        tuner = tuner_on(cluster, tmp_path)
-        word = tuner.begin(cluster.facts())
-        turns = cluster.turns(tuner, word)
-        while cluster.steps + word.next_in_steps <= steps:
-            word = next(turns)
-        tuner.close()
-        ((_, tuning),) = memory.entries()
-        assert len(tuning.trials) > tried
-        tried = len(tuning.trials)
-        if tuning.state == "done":
-            break
-    assert tuning.state == "done"
-    assert seed > 0
-    assert len([trial for trial in tuning.trials if trial.phase == "baseline"]) == seed + 1
-    again = Cluster(seed=9)
-    train(again, tuner_on(again, tmp_path), 30)
-    assert set(again.history) == {tuning.setting}
-
-
-def test_what_another_run_was_compared_with_is_no_beginning(tmp_path: Path) -> None:
-    cluster = Cluster()
-    tuner = tuner_on(cluster, tmp_path)
-    train(cluster, tuner, 60)
-    tuner.close()
-    other = Cluster()
-    tuner = tuner_on(other, tmp_path)
-    train(other, tuner, 20, untuned=Setting(MIB, 2 * MIB))
-    ((_, tuning),) = Memory(folder=tmp_path).entries()
-    assert tuning.untuned == Setting(MIB, 2 * MIB)
-    assert len([trial for trial in tuning.trials if trial.phase == "baseline"]) == 1
 
 
 def test_steps_that_were_not_measured_do_not_end_it(tmp_path: Path) -> None:

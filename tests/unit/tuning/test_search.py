@@ -1,87 +1,104 @@
-"""Searchers and their space: the contract, and what is refused before anything is tried."""
+"""The search and its space: what it promises, and what is refused before anything is tried."""
 
 from __future__ import annotations
 
-import random
-from collections.abc import Sequence
+import math
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tuning_cluster import BlindSearch
 
 from bytesched.config import Config
 from bytesched.errors import ConfigError
 from bytesched.tunable import Decision, Setting
-from bytesched.tuning.contract import SearcherContract
-from bytesched.tuning.search import BayesianSearch, RandomSearch, Searcher
+from bytesched.tuning.search import Search
 from bytesched.tuning.space import Limits, Range, Space
 
 KIB = 1024
 MIB = 1 << 20
 
 
-class TestBayesian(SearcherContract):
-    def searcher(self, space: Space, seed: int, first: Sequence[Setting]) -> Searcher:
-        return BayesianSearch(space, seed=seed, first=first)
+SPACE = Space(Limits(Range(64 * KIB, 4096 * KIB)))
 
 
-class TestRandom(SearcherContract):
-    patience = 60
-
-    def searcher(self, space: Space, seed: int, first: Sequence[Setting]) -> Searcher:
-        return RandomSearch(space, seed=seed, first=first)
-
-
-class _Forgetful(RandomSearch):
-    """Proposes what it was told already."""
-
-    def _untold(self) -> list[Setting]:
-        return list(self.space.settings)
-
-    def _propose(self, untold: list[Setting]) -> Setting | None:
-        return untold[0]
+def valley_s(setting: Setting) -> float:
+    """Least at 512 KiB and a window of 2."""
+    partition = math.log2(setting.partition_bytes / (512 * KIB))
+    window = math.log2(setting.credit_bytes / setting.partition_bytes / 2)
+    return 0.4 * (1 + 0.06 * partition**2 + 0.04 * window**2)
 
 
-class _Moody(RandomSearch):
-    """Does not keep to its seed."""
+def proposals(search: Search, count: int) -> list[Setting]:
+    asked: list[Setting] = []
+    while len(asked) < count and (setting := search.ask()) is not None:
+        asked.append(setting)
+        search.tell(setting, valley_s(setting))
+    return asked
 
-    def _propose(self, untold: list[Setting]) -> Setting | None:
-        return random.SystemRandom().choice(untold) if untold else None
+
+def test_proposals_are_of_the_space_and_new_and_find_a_valley() -> None:
+    tried = proposals(Search(SPACE), 10)
+    assert set(tried) <= set(SPACE.settings)
+    assert len(set(tried)) == len(tried)
+    assert min(map(valley_s, tried)) <= 1.1 * min(map(valley_s, SPACE.settings))
 
 
-@pytest.mark.parametrize("broken", [_Forgetful, _Moody])
-def test_the_contract_notices(broken: type[RandomSearch]) -> None:
-    class Suite(SearcherContract):
-        def searcher(self, space: Space, seed: int, first: Sequence[Setting]) -> Searcher:
-            return broken(space, seed=seed, first=first)
+def test_the_same_answers_bring_the_same_proposals() -> None:
+    runs = [proposals(Search(SPACE, seed=3), 8) for _ in range(2)]
+    assert runs[0] == runs[1]
 
-    with pytest.raises(AssertionError):
-        Suite().run_all()
+
+def test_a_proposal_stands_until_something_is_told() -> None:
+    search = Search(SPACE)
+    assert search.ask() == search.ask()
+
+
+def test_what_is_to_come_first_comes_first_and_anything_may_be_told() -> None:
+    first = [SPACE.settings[-1], SPACE.settings[5]]
+    assert proposals(Search(SPACE, first=[*first, Setting(48, 96)]), 2) == first
+    search = Search(SPACE)
+    search.tell(SPACE.settings[7], 0.5)
+    search.tell(Setting(48, 96), 0.7)
+    assert SPACE.settings[7] not in proposals(search, 5)
+
+
+def test_costs_that_are_none_are_refused() -> None:
+    for cost_s in (0.0, -1.0, math.inf, math.nan):
+        with pytest.raises(ValueError, match="a step does not take"):
+            Search(SPACE).tell(SPACE.settings[0], cost_s)
+
+
+@pytest.mark.parametrize("credit", [Range(128 * KIB, 256 * KIB), Range(0, 0)])
+def test_it_ends(credit: Range) -> None:
+    space = Space(Limits(Range(128 * KIB, 128 * KIB), credit))
+    search = Search(space)
+    assert len(proposals(search, len(space) + 1)) <= len(space)
+    assert search.ask() is None
 
 
 @pytest.mark.nightly
-def test_bayesian_search_is_better_than_random_at_the_same_number_of_trials() -> None:
+def test_it_is_better_than_blind_at_the_same_number_of_trials() -> None:
     space = Space(Limits(Range(64 * KIB, 32 * MIB)))
 
     def cost_s(setting: Setting) -> float:
         sent = 40e6 / setting.partition_bytes * 1e-3
         return 0.3 + sent + 2 * setting.credit_bytes / 1e8
 
-    def found_s(searcher: Searcher) -> float:
+    def found_s(search: Search) -> float:
+        costs_s = []
         for _ in range(12):
-            setting = searcher.ask()
-            if setting is None:
+            if (setting := search.ask()) is None:
                 break
-            searcher.tell(setting, cost_s(setting))
-        best = searcher.best()
-        assert best is not None
-        return best[1]
+            costs_s.append(cost_s(setting))
+            search.tell(setting, costs_s[-1])
+        return min(costs_s)
 
     best_s = min(map(cost_s, space.settings))
-    bayesian = [found_s(BayesianSearch(space, seed=seed)) / best_s for seed in range(5)]
-    blind = [found_s(RandomSearch(space, seed=seed)) / best_s for seed in range(5)]
-    assert sorted(bayesian)[2] < 1.01
-    assert sorted(bayesian)[2] < sorted(blind)[2]
+    found = [found_s(Search(space, seed=seed)) / best_s for seed in range(5)]
+    blind = [found_s(BlindSearch(space, seed=seed)) / best_s for seed in range(5)]
+    assert sorted(found)[2] < 1.01
+    assert sorted(found)[2] < sorted(blind)[2]
 
 
 @given(
@@ -113,20 +130,13 @@ def test_a_given_size_is_kept() -> None:
     assert {setting.partition_bytes for setting in Space(limits).settings} == {MIB}
 
 
-def test_names_are_a_choice_where_both_sizes_are_given() -> None:
-    config = Config(partition_bytes=MIB, credit_bytes=MIB, tune_space="policy=priority|fifo")
-    assert [setting.policy for setting in Space(Limits.of(config)).settings] == ["priority", "fifo"]
-
-
 def test_tune_space_narrows() -> None:
-    config = Config(
-        tune_space="partition_bytes = 64KiB..1MiB, credit_bytes=..4MiB policy=fifo|priority"
-    )
+    config = Config(tune_space="partition_bytes = 64KiB..1MiB, credit_bytes=..4MiB", policy="fifo")
     space = Space(Limits.of(config).closed(Range(1, 1 << 40)))
     sizes = [setting.partition_bytes for setting in space.settings]
     assert (min(sizes), max(sizes)) == (64 * KIB, MIB)
     assert max(setting.credit_bytes for setting in space.settings) <= 4 * MIB
-    assert {setting.policy for setting in space.settings} == {"fifo", "priority"}
+    assert {setting.policy for setting in space.settings} == {"fifo"}
 
 
 @pytest.mark.parametrize(
@@ -148,7 +158,7 @@ def test_tune_space_narrows() -> None:
         ({"tune_space": "partition=1MiB..4MiB"}, "did you mean partition_bytes"),
         ({"tune_space": "partition_bytes"}, "name=value"),
         ({"tune_space": "credit_bytes=..1MiB credit_bytes=..2MiB"}, "twice"),
-        ({"tune_space": "policy=hurry|priority"}, "no policy 'hurry'"),
+        ({"policy": "hurry"}, "no policy 'hurry'"),
         ({"tune_space": "order=mine"}, "there is no .order."),
         ({"tune_space": "partition_bytes=..4MiB", "partition_bytes": MIB}, "leave out one"),
     ],

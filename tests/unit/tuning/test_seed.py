@@ -11,8 +11,7 @@ from tuning_cluster import Cluster
 
 from bytesched.link.sizes import Probe
 from bytesched.tunable import Setting
-from bytesched.tuning.fit import Link, fit_link, fit_probes
-from bytesched.tuning.seed import seed_bytes, seeded_space
+from bytesched.tuning.seed import Link, fit_probes, seed_bytes, seeded_space
 from bytesched.tuning.space import Limits, Range
 
 KIB = 1024
@@ -28,26 +27,22 @@ def test_a_line_is_found_among_wild_values(
     overhead_s: float, bytes_per_s: float, seed: int
 ) -> None:
     link = Link(overhead_s, bytes_per_s)
-    sizes = [int(overhead_s * bytes_per_s * ratio) + 16 for ratio in (0.5, 1, 2, 4, 8, 16)]
-    samples = [(size, link.seconds(size)) for size in sizes for _ in range(9)]
+    sizes = [int(overhead_s * bytes_per_s * ratio) + 16 for ratio in (0.5, 1, 2, 4, 8, 16, 32)]
+    seconds = [link.seconds(size) for size in sizes]
     wild = random.Random(seed)
-    for index in wild.sample(range(len(samples)), 8):
-        samples[index] = (samples[index][0], samples[index][1] * wild.uniform(2, 50))
-    found = fit_link(samples)
-    assert found is not None
+    seconds[wild.randrange(len(sizes))] *= wild.uniform(2, 50)
+    found = fit_probes(
+        [Probe(size, size / each) for size, each in zip(sizes, seconds, strict=True)]
+    )
     assert found.bytes_per_s == pytest.approx(bytes_per_s, rel=0.3)
     assert found.seconds(sizes[3]) == pytest.approx(link.seconds(sizes[3]), rel=0.3)
 
 
 def test_without_slope_all_time_is_the_bandwidths() -> None:
-    assert fit_link([(MIB, 0.01)] * 5) == Link(0.0, MIB / 0.01)
-    noise = fit_link([(MIB, 0.02), (2 * MIB, 0.01)])
-    assert noise is not None
+    assert fit_probes([Probe(MIB, MIB / 0.01)]) == Link(0.0, MIB / 0.01)
+    noise = fit_probes([Probe(MIB, MIB / 0.02), Probe(2 * MIB, 2 * MIB / 0.01)])
     assert noise.overhead_s == 0.0
-    assert fit_link([]) is None
-    assert fit_link([(0, 1.0), (MIB, 0.0), (MIB, float("inf"))]) is None
-    with pytest.raises(ValueError, match="no line"):
-        fit_probes([])
+    assert fit_probes([Probe(MIB, 1e8, cpu_s=1e-4)]).overhead_s == pytest.approx(2e-4)
 
 
 def test_probes_are_points_of_the_line() -> None:
