@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import gpu_plugins as scripts
 import pytest
 from cuda_tests import ON_CUDA, needs_nccl
@@ -38,14 +36,6 @@ def test_adama_equals_one_process(two_ranks: Ranks, kind: str, how: str) -> None
 
 
 def test_waves_of_stages_and_bursts_are_refused(two_ranks: Ranks) -> None:
-    for told in two_ranks.run(scripts.refusals):
-        assert "so it has to be on the CPU" in told["ModelWaves"]
-        assert "the model is on ['cuda']" in told["Burst"]
-
-
-def test_ticktock_time(one_rank: Ranks, record_property: Callable[[str, object], None]) -> None:
-    """No goal, only figures, beside a plain pass over as large a batch."""
-    (figures,) = one_rank.run(scripts.ticktock_ms)
-    for name, value in figures.items():
-        record_property(name, value)
-    print(", ".join(f"{name} {value:.4g}" for name, value in figures.items()))
+    for waves, burst in two_ranks.run(scripts.refusals):
+        assert "so it has to be on the CPU" in waves
+        assert "the model is on ['cuda']" in burst

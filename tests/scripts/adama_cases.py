@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from dropped_models import settles
+from raised import raised
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -232,19 +233,17 @@ def refused(case: str) -> str:
         "micro_batches alone": {"accumulate": None},
     }
     own = {"accumulate": "adama", "micro_batches": 2, **settings.get(case, {})}
-    try:
+
+    def use() -> None:
         bytesched.wrap(optimizer, model, **{**SETTINGS, **own})
-    except BytesschedError as error:
-        return f"{type(error).__name__}: {error}"
-    try:
-        _USES[case](model, optimizer)
-    except BytesschedError as error:
-        return f"{type(error).__name__}: {error}"
-    finally:
-        # The first error of a session is final, and raised again.
-        with suppress(BytesschedError):
-            bytesched.unwrap(optimizer)
-    return "nothing"
+        try:
+            _USES[case](model, optimizer)
+        finally:
+            # The first error of a session is final, and raised again.
+            with suppress(BytesschedError):
+                bytesched.unwrap(optimizer)
+
+    return raised(use) or "nothing"
 
 
 def _passes(model: nn.Module, count: int) -> None:

@@ -11,6 +11,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from raised import raised
 from rank_worker import die_at, gloo_threads, gloo_threads_left, signals
 from torch import Tensor, nn
 from torch.nn import functional
@@ -145,13 +146,28 @@ def planned(
     name: str, edges: Sequence[int]
 ) -> tuple[list[float], dict[str, Tensor], dict[str, Any]]:
     torch.manual_seed(3 + dist.get_rank())
-    make, plan = CASES[name]
-    with Burst(make().double(), plan, optimizer_for, functional.cross_entropy, **SETTINGS) as burst:
+    with burst_of(name) as burst:
         # Rank 0's parameters are everybody's, and they are to be those of the run above.
         burst.model.load_state_dict(reference_state(name))
         losses = [mean_over_ranks(burst.step(*batch(step, edges))) for step in range(STEPS)]
         burst.gather()
         return losses, dict(burst.model.state_dict()), burst.stats()
+
+
+def burst_of(
+    name: str = "vgg",
+    *,
+    model: nn.Sequential | None = None,
+    plan: Plan | None = None,
+    optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] = optimizer_for,
+    **fields: Any,
+) -> Burst:
+    """The case, but for what else is given."""
+    make, usual = CASES[name]
+    model = make().double() if model is None else model
+    return Burst(
+        model, plan or usual, optimizer, functional.cross_entropy, **{**SETTINGS, **fields}
+    )
 
 
 def reference_state(name: str) -> dict[str, Tensor]:
@@ -171,16 +187,24 @@ def equals_data_parallel(name: str, edges: Sequence[int] = (8,)) -> dict[str, An
 
 def first_weights_are_rank_0s() -> list[float]:
     torch.manual_seed(dist.get_rank())
-    with Burst(
-        vgg_like(), (FOUR, TWO, ONE, FOUR), optimizer_for, functional.cross_entropy, **SETTINGS
-    ) as burst:
+    with burst_of(model=vgg_like()) as burst:
         return [float(p.detach().sum()) for p in burst.model.parameters()]
+
+
+def leaving(run: Callable[[], object]) -> str:
+    """What is raised, and what of Gloo stays open while the error is kept."""
+    before = gloo_threads()
+    try:
+        run()
+    except Exception as error:  # noqa: BLE001 - the test looks at it
+        left = gloo_threads_left(before)
+        return f"{type(error).__name__}: {error}" + (f" and left {left} threads" if left else "")
+    return "nothing happened"
 
 
 def refused(what: str) -> str:
     """What was said, and that nothing stays open, also while the error is kept."""
-    model, plan, fields = vgg_like(), CASES["vgg"][1], SETTINGS
-    before = gloo_threads()
+    model, plan, fields = vgg_like(), CASES["vgg"][1], dict[str, Any]()
     if what == "ranks":
         plan = (Place(0, 8), *plan[1:])
     elif what == "first":
@@ -201,13 +225,8 @@ def refused(what: str) -> str:
     elif what == "plans" and dist.get_rank() == 3:
         plan = (FOUR, FOUR, ONE, FOUR)
     elif what == "settings" and dist.get_rank() == 3:
-        fields = SETTINGS | {"compression": "bf16"}
-    try:
-        Burst(model, plan, optimizer_for, functional.cross_entropy, **fields)
-    except Exception as error:  # noqa: BLE001 - the test looks at it
-        left = gloo_threads_left(before)
-        return f"{type(error).__name__}: {error}" + (f" and left {left} threads" if left else "")
-    return "not refused"
+        fields = {"compression": "bf16"}
+    return leaving(lambda: burst_of(model=model, plan=plan, **fields))
 
 
 def first_broadcast_fails() -> str:
@@ -218,7 +237,7 @@ def first_broadcast_fails() -> str:
     patched = mock.patch("bytesched.plugins.routes.groups.group.Group.broadcast", failing)
     try:
         with patched if fails else nullcontext():
-            Burst(vgg_like(), CASES["vgg"][1], optimizer_for, functional.cross_entropy, **SETTINGS)
+            burst_of(model=vgg_like())
     except Exception as error:  # noqa: BLE001 - the test looks at it
         said = f"{type(error).__name__}: {error}"
         if fails:
@@ -228,27 +247,11 @@ def first_broadcast_fails() -> str:
 
 
 def used_after_it_was_closed() -> list[str]:
-    said = []
-    burst = Burst(
-        vgg_like().double(),
-        CASES["vgg"][1],
-        optimizer_for,
-        functional.cross_entropy,
-        **SETTINGS | {"timeout_s": 600.0},
-    )
+    burst = burst_of(timeout_s=600.0)
     burst.step(*batch(0))
     burst.close()
-    uses: list[Callable[[], object]] = [
-        lambda: burst.step(*batch(1)),
-        lambda: burst(batch(1)[0]),
-        burst.gather,
-    ]
-    for use in uses:
-        try:
-            use()
-        except BytesschedError as error:
-            said.append(f"{type(error).__name__}: {error}")
-    return said
+    uses = (lambda: burst.step(*batch(1)), lambda: burst(batch(1)[0]), burst.gather)
+    return [raised(use) for use in uses]
 
 
 class Job:
@@ -272,22 +275,15 @@ class Job:
 
 def shares_its_gaps(timeline: str) -> int:
     """How many background steps ran, after a look at what both jobs came to."""
-    steps = SHARED_STEPS
     states = []
     job = Job()
     for shared in (False, True):
         torch.manual_seed(3)
-        make, plan = CASES["vgg"]
-        fields = SETTINGS | ({"timeline": timeline} if shared else {})
-        with (
-            Background(job.step) as background,
-            Burst(
-                make().double(), plan, optimizer_for, functional.cross_entropy, **fields
-            ) as burst,
-        ):
+        fields: dict[str, Any] = {"timeline": timeline} if shared else {}
+        with Background(job.step) as background, burst_of(**fields) as burst:
             if shared:
                 burst.share(background)
-            for step in range(steps):
+            for step in range(SHARED_STEPS):
                 burst.step(*batch(step % STEPS))
             burst.gather()
             states.append(dict(burst.model.state_dict()))
@@ -307,8 +303,7 @@ def loses_its_last_step(closes: bool, is_known: bool) -> None:
     Args:
         is_known: it fails beside the script, before anything waits for it.
     """
-    make, plan = CASES["vgg"]
-    burst = Burst(make().double(), plan, optimizer_for, functional.cross_entropy, **SETTINGS)
+    burst = burst_of()
     burst.step(*batch(0))
     lost = PeerLost("rank 9 is gone")
     if is_known:
@@ -328,8 +323,7 @@ def loses_its_last_step(closes: bool, is_known: bool) -> None:
 
 def raised_by_its_step() -> None:
     """What ``step()`` has raised is not raised again."""
-    make, plan = CASES["vgg"]
-    burst = Burst(make().double(), plan, optimizer_for, functional.cross_entropy, **SETTINGS)
+    burst = burst_of()
     burst._moves.fail(PeerLost("rank 9 is gone"))
     try:
         burst.step(*batch(0))
@@ -339,8 +333,7 @@ def raised_by_its_step() -> None:
 
 
 def loses_a_rank(victim: int) -> None:
-    make, plan = CASES["vgg"]
-    burst = Burst(make().double(), plan, optimizer_for, functional.cross_entropy, **SETTINGS)
+    burst = burst_of()
     try:
         for step in range(50):
             if step == 3 and dist.get_rank() == victim:
@@ -396,9 +389,7 @@ def dies_while_it_receives() -> None:
 
 def is_kept_waiting() -> str:
     """What the others say when rank 3 stays away from the third step until they have given up."""
-    make, plan = CASES["vgg"]
-    fields = SETTINGS | {"timeout_s": 2.0}
-    burst = Burst(make().double(), plan, optimizer_for, functional.cross_entropy, **fields)
+    burst = burst_of(timeout_s=2.0)
     gave_up = signals()
     try:
         for step in range(6):
@@ -413,27 +404,23 @@ def is_kept_waiting() -> str:
     return "nothing happened"
 
 
+#: ranks 2 and 3 connect first, then all
+NARROW_FIRST = (Place(2, 2), FOUR, ONE, FOUR)
+
+
 def makes_no_optimizer() -> str:
     """What the ranks say of which one cannot make its optimizer."""
-    before = gloo_threads()
 
     def optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
         if dist.get_rank() == 3:
             raise RuntimeError("no optimizer")
         return optimizer_for(parameters)
 
-    plan = (Place(2, 2), FOUR, ONE, FOUR)
-    fields = SETTINGS | {"timeout_s": 600.0}
-    try:
-        Burst(vgg_like().double(), plan, optimizer, functional.cross_entropy, **fields)
-    except Exception as error:  # noqa: BLE001 - the test looks at it
-        return f"{type(error).__name__}: {error} and left {gloo_threads_left(before)} threads"
-    return "nothing happened"
+    return leaving(lambda: burst_of(plan=NARROW_FIRST, optimizer=optimizer, timeout_s=600.0))
 
 
 def does_not_connect(at: int, dies: bool = False) -> str:
     """Rank 3 fails at one of the groups that it opens for gradients, or dies: what all say."""
-    before = gloo_threads()
     opened = 0
 
     def fail(*args: Any, **named: Any) -> Any:
@@ -445,16 +432,13 @@ def does_not_connect(at: int, dies: bool = False) -> str:
             raise MemoryError("no room")
         return open_gloo(*args, **named)
 
-    patched = mock.patch("bytesched.plugins.burst.groups.open_gloo", fail)
-    # With ranks 2 and 3 first, then with all.
-    plan = (Place(2, 2), FOUR, ONE, FOUR)
-    fields = SETTINGS | {"timeout_s": 600.0}
-    try:
-        with patched if dist.get_rank() == 3 else nullcontext():
-            Burst(vgg_like().double(), plan, optimizer_for, functional.cross_entropy, **fields)
-    except Exception as error:  # noqa: BLE001 - the test looks at it
-        said = f"{type(error).__name__}: {error}"
-    return f"{said} and left {gloo_threads_left(before)} threads"
+    return _opening_by(fail, timeout_s=600.0)
+
+
+def _opening_by(open_group: Callable[..., Any], **fields: Any) -> str:
+    patched = mock.patch("bytesched.plugins.burst.groups.open_gloo", open_group)
+    with patched if dist.get_rank() == 3 else nullcontext():
+        return leaving(lambda: burst_of(plan=NARROW_FIRST, **fields))
 
 
 def dies_while_others_connect() -> None:
@@ -470,21 +454,13 @@ def does_not_come() -> str:
         gave_up.wait("gave up")
         raise RuntimeError("lost")
 
-    patched = mock.patch("bytesched.plugins.burst.groups.open_gloo", stay_away)
-    plan = (Place(2, 2), FOUR, ONE, FOUR)
-    fields = SETTINGS | {"timeout_s": 2.0}
-    try:
-        with patched if dist.get_rank() == 3 else nullcontext():
-            Burst(vgg_like().double(), plan, optimizer_for, functional.cross_entropy, **fields)
-    except Exception as error:  # noqa: BLE001 - the test looks at it
-        gave_up.set("gave up")
-        return f"{type(error).__name__}: {error}"
-    return "nothing happened"
+    said = _opening_by(stay_away, timeout_s=2.0)
+    gave_up.set("gave up")
+    return said
 
 
 def closes_while_another_is_behind() -> list[float]:
     """Rank 0 gets to what the others send in their last backward pass when they close."""
-    make = CASES["vgg"][0]
     closing = signals()
 
     def fall_behind(*_: object) -> None:
@@ -492,8 +468,7 @@ def closes_while_another_is_behind() -> list[float]:
         # The others need a moment to do harm.
         time.sleep(0.3)
 
-    plan = (ONE, FOUR, FOUR, FOUR)
-    burst = Burst(make().double(), plan, optimizer_for, functional.cross_entropy, **SETTINGS)
+    burst = burst_of(plan=(ONE, FOUR, FOUR, FOUR))
     burst.step(*batch(0))
     if dist.get_rank() == 0:
         burst.model[1].register_full_backward_hook(fall_behind)
@@ -521,15 +496,14 @@ class _Unlucky(nn.Module):
 
 
 def raises_on_one_rank() -> str:
-    make, plan = CASES["vgg"]
-    model = make().double()
+    model = vgg_like().double()
     model[0] = nn.Sequential(model[0], _Unlucky())
-    burst = Burst(model, plan, optimizer_for, functional.cross_entropy, **SETTINGS)
-    try:
+    burst = burst_of(model=model)
+
+    def train() -> None:
         for step in range(10):
             burst.step(*batch(step))
-    except Exception as error:  # noqa: BLE001 - the test looks at it
-        return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-    finally:
-        burst.close()
-    return "nothing happened"
+
+    said = raised(train, Exception)
+    burst.close()
+    return said.partition("\n")[0]

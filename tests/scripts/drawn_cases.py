@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -107,3 +108,17 @@ def ended(plan_fields: dict[str, Any], fate_fields: dict[str, Any]) -> None:
         print("raised", in_one_line(error), flush=True)
         raise
     print("finished", flush=True)
+
+
+def survived(plan: Plan, fate: Fate) -> str:
+    """What this rank raised in a script that catches it, and goes on without us."""
+    job = Job(wrapped=True, **plan.options)
+    raised = ""
+    try:
+        train(job, plan, fate.at())
+    except (BytesschedError, Fault) as error:
+        raised = type(error).__name__
+    with contextlib.suppress(BytesschedError):
+        job.close()
+    dist.barrier()
+    return raised

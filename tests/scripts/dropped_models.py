@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import os
 import threading
@@ -13,6 +12,7 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
+from raised import raised
 from torch import nn
 from training import Job, mlp, sgd, train
 
@@ -50,7 +50,7 @@ def dropped_in_turn(count: int, reads: bool, kind: type[Job] = Job) -> list[str]
     """What is left after each of `count` models in turn, each dropped after a few steps."""
     found = []
     _trained(kind, reads=reads)
-    settles(lambda: _threads() == 0)
+    settles(lambda: own_threads() == 0)
     before = held()
     for turn in range(count):
         model = _trained(kind, reads=reads)
@@ -66,14 +66,14 @@ def _is_gone(model: weakref.ref[nn.Module], before: tuple[int, int]) -> bool:
     return model() is None and threads <= before[0] and descriptors <= before[1]
 
 
-def _threads() -> int:
+def own_threads() -> int:
     return sum(thread.name.startswith("bytesched-") for thread in threading.enumerate())
 
 
 def threads_of(count: int) -> list[int]:
     """The threads of this process with 0, 1, ... `count` models that are all in use."""
     gc.collect()
-    settles(lambda: _threads() == 0)
+    settles(lambda: own_threads() == 0)
     job = Job(wrapped=True)
     kept = []
     numbers = [held()[0]]
@@ -128,14 +128,12 @@ def left_alone(leaver: int) -> str:
     model = job.ddp(mlp())
     optimizer = job.wrap(sgd(model), model)
     train(job, model, optimizer, steps=12)
-    raised = ""
-    if job.rank != leaver:
-        try:
-            train(job, model, optimizer)
-            bytesched.flush(optimizer)
-        except bytesched.BytesschedError as error:
-            raised = f"{type(error).__name__}: {error}"
-    with contextlib.suppress(bytesched.BytesschedError):
-        job.close()
+
+    def train_on() -> None:
+        train(job, model, optimizer)
+        bytesched.flush(optimizer)
+
+    said = "" if job.rank == leaver else raised(train_on)
+    raised(job.close)
     dist.barrier()
-    return raised
+    return said

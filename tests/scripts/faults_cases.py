@@ -150,6 +150,11 @@ class Script:
         for self.step in range(steps):
             self.one_step()
 
+    def train_through(self, steps: int = STEPS) -> None:
+        """The same, up to the last update."""
+        self.train(steps)
+        bytesched.flush()
+
     def one_step(self) -> None:
         self.optimizer.zero_grad()
         loss = self.ddp(inputs(self.step)).square().mean()
@@ -264,12 +269,7 @@ def train_until_fault(
     script = Script(at, fault_step=fault_step, buffers=buffers)
     script.hook_user(moment)
     wrap(script.optimizer, script.ddp, timeout_s=timeout_s, **fields)
-
-    def train() -> None:
-        script.train(fault_step + 3)
-        bytesched.flush()
-
-    told(train)
+    told(lambda: script.train_through(fault_step + 3))
 
 
 def fails_in_an_answer(victim: int, fault: str, timeout_s: float) -> None:

@@ -154,12 +154,7 @@ def corrupts_the_state(who: int, timeout_s: float) -> None:
             script.optimizer.state[weight]["momentum_buffer"] = torch.zeros(3, 5)
 
     script.at = at
-
-    def train() -> None:
-        script.train()
-        bytesched.flush()
-
-    told(train)
+    told(script.train_through)
 
 
 def catches_and_goes_on(moment: str, timeout_s: float) -> None:
@@ -208,18 +203,13 @@ def stays_alive(who: int, moment: str, timeout_s: float) -> None:
     script = Script(at)
     script.hook_user(moment)
     wrap(script.optimizer, script.ddp, timeout_s=timeout_s)
-
-    def train() -> None:
-        script.train()
-        bytesched.flush()
-
     if rank != who:
         try:
-            told(train)
+            told(script.train_through)
         finally:
             signals().set("the other is told")
     with contextlib.suppress(ValueError):
-        train()
+        script.train_through()
     if moment == "in_backward":
         bytesched.unwrap(script.optimizer)
         tell(threads_after_unwrap=threads())

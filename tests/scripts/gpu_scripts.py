@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import time
 import traceback
 from collections.abc import Iterator
-from statistics import median
+from functools import partial
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
-from gpu_comparing import DEVICE, CudaJob
+from gpu_comparing import DEVICE
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.distributed import distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
-from training import STEPS, Job, adamw, differences, mlp, sgd, train
+from training import STEPS, Job, adamw, differences, mlp, script, sgd, train
 
 from bytesched.config import Config
 from bytesched.errors import PluginError
@@ -42,16 +41,10 @@ def wide(layers: int = 6) -> nn.Sequential:
 # -- scripts for `compare` -------------------------------------------------------------
 
 
-def clip_as_torch_chooses(job: Job) -> None:
+@script(adamw, lambda: wide(2), when="before_step", fields=LARGE, shape=(8, WIDE))
+def clip_as_torch_chooses(job: Job, model: Any, optimizer: Any, step: int) -> None:
     """Without `foreach`, torch chooses the kernel by the type of the gradients."""
-    model = job.ddp(wide(2))
-    optimizer = job.wrap(adamw(model), model, **LARGE)
-
-    def clip(_: int) -> None:
-        job.record("norm", clip_grad_norm_(model.parameters(), 0.05))
-
-    train(job, model, optimizer, before_step=clip, inputs=lambda k: job.inputs(k, 8, WIDE))
-    job.record_state(model, optimizer)
+    job.record("norm", clip_grad_norm_(model.parameters(), 0.05))
 
 
 def half_precision(job: Job, fused: bool) -> None:
@@ -75,19 +68,17 @@ def half_precision(job: Job, fused: bool) -> None:
     job.record_state(model, optimizer)
 
 
-def lr_on_the_device(job: Job) -> None:
+@script(
+    lambda model: adamw(model, lr=torch.tensor(0.01, device=DEVICE), fused=True),
+    lambda: wide(4),
+    when="after_step",
+    fields=LARGE,
+    shape=(8, WIDE),
+)
+def lr_on_the_device(job: Job, model: Any, optimizer: Any, step: int) -> None:
     """The snapshot of a tensor lr lives in device memory, and so may be given away too early."""
-    model = job.ddp(wide(4))
-    scheduled = adamw(model, lr=torch.tensor(0.01, device=DEVICE), fused=True)
-    optimizer = job.wrap(scheduled, model, **LARGE)
-    litter: list[Tensor] = []
-
-    def decay(step: int) -> None:
-        optimizer.param_groups[0]["lr"].mul_(0.5)
-        litter[:] = [torch.full((), float("nan"), device=DEVICE) for _ in range(64)]
-
-    train(job, model, optimizer, after_step=decay, inputs=lambda k: job.inputs(k, 8, WIDE))
-    job.record_state(model, optimizer)
+    optimizer.param_groups[0]["lr"].mul_(0.5)
+    job.kept[1:] = [torch.full((), float("nan"), device=DEVICE) for _ in range(64)]
 
 
 class Litter(Function):
@@ -114,10 +105,13 @@ class LitteringBlock(nn.Module):
         return Litter.apply(self.linear(x))  # type: ignore[no-any-return, no-untyped-call]
 
 
-def littered_memory(job: Job) -> None:
+@script(
+    partial(sgd, lr=1e-3),
+    lambda: nn.Sequential(*(LitteringBlock() for _ in range(6))),
+    fields=LARGE,
+)
+def littered_memory(job: Job, model: Any, optimizer: Any) -> None:
     """The caching allocator hands every freed block out at once, to be overwritten."""
-    model = job.ddp(nn.Sequential(*(LitteringBlock() for _ in range(6))))
-    optimizer = job.wrap(sgd(model, lr=1e-3), model, **LARGE)
 
     def litter(_: int) -> None:
         for _ in range(8):
@@ -131,7 +125,6 @@ def littered_memory(job: Job) -> None:
         after_step=litter,
         inputs=lambda k: job.inputs(k, 8, WIDE),
     )
-    job.record_state(model, optimizer)
 
 
 class TwoBranches(nn.Module):
@@ -157,17 +150,14 @@ class TwoBranches(nn.Module):
         return self.last(left + right)  # type: ignore[no-any-return]
 
 
-def side_stream(job: Job) -> None:
-    model = job.ddp(TwoBranches())
-    optimizer = job.wrap(adamw(model), model, partition_bytes=1 << 22, credit_bytes=1 << 23)
+@script(adamw, TwoBranches, fields={"partition_bytes": 1 << 22, "credit_bytes": 1 << 23})
+def side_stream(job: Job, model: Any, optimizer: Any) -> None:
     train(job, model, optimizer, inputs=lambda k: job.inputs(k, 64, WIDE))
-    job.record_state(model, optimizer)
 
 
-def average_on_a_side_stream(job: Job) -> None:
+@script(partial(sgd, lr=1e-3), lambda: wide(3), fields=LARGE)
+def average_on_a_side_stream(job: Job, model: Any, optimizer: Any) -> None:
     """Right after `step()`, weights are read on another stream that waited for this one."""
-    model = job.ddp(wide(3))
-    optimizer = job.wrap(sgd(model, lr=1e-3), model, **LARGE)
     averages = [p.detach().clone() for p in model.parameters()]
     side = torch.cuda.Stream(DEVICE)
 
@@ -181,14 +171,11 @@ def average_on_a_side_stream(job: Job) -> None:
 
     train(job, model, optimizer, after_step=average, inputs=lambda k: job.inputs(k, 8, WIDE))
     job.record("averages", averages)
-    job.record_state(model, optimizer)
 
 
-def crossing(job: Job) -> None:
-    model = job.ddp(wide())
-    optimizer = job.wrap(sgd(model, lr=1e-3), model, **LARGE)
+@script(partial(sgd, lr=1e-3), wide, fields=LARGE)
+def crossing(job: Job, model: Any, optimizer: Any) -> None:
     train(job, model, optimizer, steps=2 * STEPS, inputs=lambda k: job.inputs(k, 8, WIDE))
-    job.record_state(model, optimizer)
 
 
 # -- cases for one rank ----------------------------------------------------------------
@@ -352,22 +339,3 @@ def captured_graph() -> str:
             except PluginError as error:
                 return str(error)
     return ""
-
-
-# -- figures ---------------------------------------------------------------------------
-
-
-def iteration_ms(wrapped: bool) -> float:
-    """The median time of a step of six wide layers over Gloo."""
-    job = CudaJob(wrapped=wrapped, partition_bytes=0, credit_bytes=0)
-    model = job.ddp(wide())
-    optimizer = job.wrap(sgd(model, lr=1e-4), model)
-    x = job.inputs(0, 8192, WIDE)
-    times = []
-    began = time.perf_counter()
-    for _ in wide_steps(model, optimizer, x):
-        torch.cuda.current_stream(DEVICE).synchronize()
-        times.append(time.perf_counter() - began)
-        began = time.perf_counter()
-    job.close()
-    return 1e3 * median(times[4:])

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from faults_runner import tell
+from raised import raised
 from scripts_gradients import compressing
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -162,6 +164,23 @@ class Training:
         self.job.record("gradients", [parameter.grad for parameter in self.model.parameters()])
 
 
+def grouped(kind: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Makes a script of a function of a `Training`, its optimizer and the number of the step."""
+
+    def made(function: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(function)
+        def run(job: Job, ways: int) -> None:
+            training = Training(job, "attribute", ways)
+            optimizer = training.wrap(OPTIMIZERS[kind](training.model.parameters()))
+            for step in range(STEPS):
+                function(training, optimizer, step)
+            training.end(optimizer)
+
+        return run
+
+    return made
+
+
 def trained(job: Job, how: str, ways: int, kind: str, **arguments: Any) -> None:
     """The usual loop; ``arguments`` are DDP's."""
     training = Training(job, how, ways, **arguments)
@@ -172,31 +191,25 @@ def trained(job: Job, how: str, ways: int, kind: str, **arguments: Any) -> None:
 
 
 def static_graph(job: Job, ways: int) -> None:
-    """DDP has been promised the same graph in each round."""
     trained(job, "attribute", ways, "momentum", static_graph=True)
 
 
 def bucket_views(job: Job, ways: int) -> None:
-    """Gradients of DDP are views of its buckets."""
     trained(job, "attribute", ways, "momentum", gradient_as_bucket_view=True)
 
 
-def kept_gradients(job: Job, ways: int) -> None:
+@grouped("adamw")
+def kept_gradients(training: Training, optimizer: Any, step: int) -> None:
     """Gradients are zeros between rounds, and experts are left out now and then."""
-    training = Training(job, "attribute", ways)
-    optimizer = training.wrap(OPTIMIZERS["adamw"](training.model.parameters()))
-    for step in range(STEPS):
-        optimizer.zero_grad(set_to_none=False)
-        for layer in training.model.expert_layers:
-            layer.used = [True, step % 3 != 2]
-        training.loss(step).backward()
-        training.reduce()
-        optimizer.step()
-    training.end(optimizer)
+    optimizer.zero_grad(set_to_none=False)
+    for layer in training.model.expert_layers:
+        layer.used = [True, step % 3 != 2]
+    training.loss(step).backward()
+    training.reduce()
+    optimizer.step()
 
 
 def compiled(job: Job, ways: int) -> None:
-    """The DDP has been compiled."""
     training = Training(job, "attribute", ways)
     training.ddp = torch.compile(training.ddp, backend="eager")
     optimizer = training.wrap(OPTIMIZERS["adamw"](training.model.parameters()))
@@ -251,64 +264,53 @@ def compressed(job: Job, ways: int, wire: str) -> None:
     training.end(optimizer)
 
 
-def unused(job: Job, ways: int) -> None:
+@grouped("adamw")
+def unused(training: Training, optimizer: Any, step: int) -> None:
     """Experts that one rank of a group uses, or none, or of all groups none."""
-    training = Training(job, "attribute", ways)
-    optimizer = training.wrap(OPTIMIZERS["adamw"](training.model.parameters()))
-    for step in range(STEPS):
-        for number, layer in enumerate(training.model.expert_layers):
-            layer.used = [
-                (step + number) % 4 != 3,
-                (step + number + dist.get_rank() // ways) % 3 != 0
-                and not (step % 4 == 2 and dist.get_rank() % ways == 0),
-            ]
-        training.step(step, optimizer)
-        job.record("none", [p.grad is None for p in training.model.parameters()])
-    training.end(optimizer)
+    rank, ways = dist.get_rank(), training.ways
+    for number, layer in enumerate(training.model.expert_layers):
+        layer.used = [
+            (step + number) % 4 != 3,
+            (step + number + rank // ways) % 3 != 0 and not (step % 4 == 2 and rank % ways == 0),
+        ]
+    training.step(step, optimizer)
+    training.job.record("none", [p.grad is None for p in training.model.parameters()])
 
 
-def accumulated(job: Job, ways: int) -> None:
+@grouped("momentum")
+def accumulated(training: Training, optimizer: Any, step: int) -> None:
     """Two passes under `no_sync`, and one that is reduced."""
-    training = Training(job, "attribute", ways)
-    optimizer = training.wrap(OPTIMIZERS["momentum"](training.model.parameters()))
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        for part in range(3):
-            with training.ddp.no_sync() if part < 2 else contextlib.nullcontext():
-                training.loss(3 * step + part).backward()
-        training.reduce()
-        optimizer.step()
-    training.end(optimizer)
+    optimizer.zero_grad()
+    for part in range(3):
+        with training.ddp.no_sync() if part < 2 else contextlib.nullcontext():
+            training.loss(3 * step + part).backward()
+    training.reduce()
+    optimizer.step()
 
 
-def clipped(job: Job, ways: int) -> None:
+@grouped("momentum")
+def clipped(training: Training, optimizer: Any, step: int) -> None:
     """By the norm of what this rank has, as torch does it."""
-    training = Training(job, "attribute", ways)
-    optimizer = training.wrap(OPTIMIZERS["momentum"](training.model.parameters()))
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        training.loss(step).backward()
-        training.reduce()
-        job.record("norm", torch.nn.utils.clip_grad_norm_(training.model.parameters(), 0.01))
-        optimizer.step()
-    training.end(optimizer)
+    optimizer.zero_grad()
+    training.loss(step).backward()
+    training.reduce()
+    norm = torch.nn.utils.clip_grad_norm_(training.model.parameters(), 0.01)
+    training.job.record("norm", norm)
+    optimizer.step()
 
 
-def in_a_closure(job: Job, ways: int) -> None:
+@grouped("sgd")
+def in_a_closure(training: Training, optimizer: Any, step: int) -> None:
     """Backward inside `step()`."""
-    training = Training(job, "attribute", ways)
-    optimizer = training.wrap(OPTIMIZERS["sgd"](training.model.parameters()))
-    for step in range(STEPS):
 
-        def closure(step: int = step) -> Any:
-            optimizer.zero_grad()
-            loss = training.loss(step)
-            loss.backward()
-            training.reduce()
-            return loss
+    def closure() -> Any:
+        optimizer.zero_grad()
+        loss = training.loss(step)
+        loss.backward()
+        training.reduce()
+        return loss
 
-        job.record("loss", optimizer.step(closure))
-    training.end(optimizer)
+    training.job.record("loss", optimizer.step(closure))
 
 
 def scaled(job: Job, ways: int) -> None:
@@ -400,14 +402,6 @@ def _ignoring(model: Model) -> Model:
     return model
 
 
-@contextlib.contextmanager
-def _told(said: list[str]) -> Iterator[None]:
-    try:
-        yield
-    except bytesched.BytesschedError as error:
-        said.append(f"{type(error).__name__}: {error}")
-
-
 def refused(case: str) -> str:
     """What `wrap` says on this rank; on four, or two."""
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -419,10 +413,7 @@ def refused(case: str) -> str:
     fields: dict[str, Any] = {"timeout_s": 60.0}
     for experts in model.experts:
         experts.data_parallel_group = group
-    ddp = True
-    if case == "not ignored":
-        pass
-    else:
+    if case != "not ignored":
         _ignoring(model)
     if case == "values":
         with torch.no_grad():
@@ -455,13 +446,15 @@ def refused(case: str) -> str:
         fields[case] = "on"
     elif case == "enabled":
         fields[case] = False
-    root: Any = DistributedDataParallel(model) if ddp else model
-    said: list[str] = []
-    with _told(said):
+    root = DistributedDataParallel(model)
+
+    def wrap() -> None:
         optimizer = bytesched.wrap(torch.optim.SGD(root.parameters(), lr=0.1), root, **fields)
         bytesched.unwrap(optimizer)
+
+    said = raised(wrap)
     dist.barrier()
-    return said[0] if said else ""
+    return said
 
 
 def other_groups_later() -> str:
@@ -471,12 +464,10 @@ def other_groups_later() -> str:
     ids = set(map(id, model.expert_parameters()))
     dense = torch.optim.SGD([p for p in model.parameters() if id(p) not in ids], lr=0.1)
     bytesched.wrap(dense, ddp, groups=dict.fromkeys(model.experts[:1]))
-    said: list[str] = []
-    with _told(said):
-        late = torch.optim.SGD(model.expert_parameters(), lr=0.1)
-        bytesched.wrap(late, ddp, groups=dict.fromkeys(model.experts))
+    late = torch.optim.SGD(model.expert_parameters(), lr=0.1)
+    said = raised(lambda: bytesched.wrap(late, ddp, groups=dict.fromkeys(model.experts)))
     bytesched.unwrap(dense)
-    return said[0] if said else ""
+    return said
 
 
 def dies(victim: int, moment: str) -> None:

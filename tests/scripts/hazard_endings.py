@@ -12,7 +12,7 @@ import torch
 from looks import weight
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from training import Job, adamw, mlp, sgd, train
+from training import Job, adamw, mlp, script, sgd, train
 
 import bytesched
 
@@ -21,31 +21,28 @@ class Interrupted(Exception):
     """What the user's code raises."""
 
 
-def interrupted(job: Job, where: str) -> None:
+@script(adamw, when="step", steps=8)
+def interrupted(job: Job, model: Any, optimizer: Any, step: int, where: str) -> None:
     """An exception on every rank in the middle of a step, caught; training goes on."""
-    model = job.ddp(mlp())
-    optimizer = job.wrap(adamw(model), model)
-    for step in range(8):
-        raising = step in (3, 5)
-        handle = None
-        try:
-            optimizer.zero_grad()
-            if raising and where == "forward":
-                handle = model.module[2].register_forward_hook(interrupt)
-            loss = model(job.inputs(step)).square().mean()
-            if raising and where == "before_backward":
-                raise Interrupted
-            loss.backward()
-            if raising and where == "before_step":
-                raise Interrupted
-            optimizer.step()
-            if raising and where == "after_step":
-                raise Interrupted
-        except Interrupted:
-            job.record("interrupted", step)
-        if handle:
-            handle.remove()
-    job.record_state(model, optimizer)
+    raising = step in (3, 5)
+    handle = None
+    try:
+        optimizer.zero_grad()
+        if raising and where == "forward":
+            handle = model.module[2].register_forward_hook(interrupt)
+        loss = model(job.inputs(step)).square().mean()
+        if raising and where == "before_backward":
+            raise Interrupted
+        loss.backward()
+        if raising and where == "before_step":
+            raise Interrupted
+        optimizer.step()
+        if raising and where == "after_step":
+            raise Interrupted
+    except Interrupted:
+        job.record("interrupted", step)
+    if handle:
+        handle.remove()
 
 
 def interrupt(*_: Any) -> None:
@@ -62,15 +59,6 @@ def converted(job: Job, dtype: torch.dtype) -> None:
     loss = model(job.inputs(4).to(dtype)).square().mean()
     loss.backward()
     job.record("gradients", [p.grad for p in model.parameters()])
-
-
-def joined(job: Job, **options: bool) -> None:
-    """One input more on one rank, under ``join()``."""
-    model = job.ddp(mlp())
-    optimizer = job.wrap(sgd(model), model)
-    with model.join(**options):
-        train(job, model, optimizer, steps=6 + 3 * job.rank)
-    job.record_state(model, optimizer)
 
 
 class Holder(nn.Module):
@@ -122,11 +110,9 @@ class Reused(nn.Module):
         return x
 
 
-def reused_in_static_graph(job: Job) -> None:
-    model = job.ddp(Reused(), static_graph=True)
-    optimizer = job.wrap(sgd(model), model)
+@script(sgd, module=Reused, static_graph=True)
+def reused_in_static_graph(job: Job, model: Any, optimizer: Any) -> None:
     train(job, model, optimizer)
-    job.record_state(model, optimizer)
 
 
 def errors_of_reused() -> list[str]:
@@ -143,20 +129,6 @@ def errors_of_reused() -> list[str]:
         with contextlib.suppress(bytesched.BytesschedError):
             job.close()
     return kinds
-
-
-def second_backward(job: Job) -> None:
-    """A second backward pass over the same forward pass, before ``step()``."""
-    model = job.ddp(mlp())
-    optimizer = job.wrap(sgd(model), model)
-    for step in range(6):
-        optimizer.zero_grad()
-        loss = model(job.inputs(step)).square().mean()
-        loss.backward(retain_graph=True)
-        loss.backward()
-        optimizer.step()
-        job.record("loss", loss)
-    job.record_state(model, optimizer)
 
 
 def ends_with_a_step(wrapped: bool) -> None:

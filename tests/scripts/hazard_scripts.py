@@ -1,27 +1,26 @@
-"""Training scripts in which one rank reads while its peer has not even begun its backward pass.
+"""Training scripts that read while nothing of their step has arrived.
 
-Whatever the reader sees then must be what plain DDP would have shown: it has to wait, and the peer
-goes on once the reader is seen waiting. What says nothing about values must not wait.
+Whatever is read then must be what plain DDP would have shown, so it waits; what says nothing about
+values must not wait. They run on a wire on which no sum begins before somebody waits for it, or
+one rank reads while its peer has not even begun its backward pass.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import unseen_models
-from looks import BEFORE_STEP, LOOKS, weight
+from looks import BEFORE_STEP, LOOKS, WITHOUT_VALUES, weight
 from rank_worker import signals
+from round_ways import HeldWork
 from scripts_optimizers import SignDescent
 from torch import Tensor
 from torch.optim.lr_scheduler import StepLR
 from training import Job, adamw, mlp, sgd, train
 
-#: How long a reader is given to come back before it counts as waiting: if it should wait, and if
-#: it should not, on a machine that may be busy with other things.
-SHORT_S, LONG_S = 0.1, 3.0
 #: The first iteration is special, and so may be the one after it.
 FREE_STEPS = 3
 
@@ -30,7 +29,6 @@ class Peer:
     """Holds back the ranks that do not read, from before their backward until they are let go."""
 
     def __init__(self, job: Job, reader: int) -> None:
-        self._job = job
         self.reads = job.wrapped and job.rank == reader
         self._held = job.wrapped and job.rank != reader
 
@@ -43,52 +41,31 @@ class Peer:
         if self.reads:
             signals().set(name)
 
-    def watch(
-        self, look: Callable[[], Any], figure: str = "waited", *, patience_s: float = SHORT_S
-    ) -> Any:
-        """The value of `look()`; on the reader, let the others go when it is seen waiting.
 
-        Whether it was is kept as a figure of the job. What comes back at once lets nobody go.
-        """
-        if not self.reads:
-            return look()
-        back = threading.Event()
-        waited: list[bool] = []
-
-        def let_go_if_stuck() -> None:
-            waited.append(not back.wait(patience_s))
-            if waited[0]:
-                self.let_go()
-
-        watcher = threading.Thread(target=let_go_if_stuck)
-        watcher.start()
-        try:
-            value = look()
-        finally:
-            back.set()
-            watcher.join()
-        self._job.stats[figure] = int(waited[0])
-        return value
+@contextlib.contextmanager
+def waiting(job: Job, name: str, *, waits: bool = True) -> Iterator[None]:
+    """What is done inside waits for sums that are held, or for none."""
+    before = HeldWork.begun
+    yield
+    assert not job.wrapped or (HeldWork.begun > before) == waits, name
 
 
-def one_look(job: Job, kind: str, name: str, reader: int, patience_s: float) -> None:
-    """One look by the rank `reader` while nothing of its step can have arrived."""
-    peer = Peer(job, reader)
-    model = job.ddp(mlp())
-    optimizer = job.wrap(adamw(model), model)
-    train(job, model, optimizer, steps=FREE_STEPS)
-    optimizer.zero_grad()
-    loss = model(job.inputs(FREE_STEPS)).square().mean()
-    peer.hold()
-    loss.backward()
-    if kind not in BEFORE_STEP:
-        optimizer.step()
-    job.record(name, peer.watch(lambda: LOOKS[kind][name](model, optimizer), patience_s=patience_s))
-    if kind in BEFORE_STEP:
-        optimizer.step()
-    peer.let_go()
-    train(job, model, optimizer, steps=2, first_step=FREE_STEPS + 1)
-    job.record_state(model, optimizer)
+def looks(job: Job, kind: str) -> None:
+    """Each look of that kind while nothing of its step has arrived."""
+    for name, look in LOOKS[kind].items():
+        model = job.ddp(mlp())
+        optimizer = job.wrap(adamw(model), model)
+        free_steps(job, model, optimizer)
+        model(job.inputs(FREE_STEPS)).square().mean().backward()
+        if kind not in BEFORE_STEP:
+            optimizer.step()
+        with waiting(job, name, waits=kind not in WITHOUT_VALUES):
+            job.record(name, look(model, optimizer))
+        if kind in BEFORE_STEP:
+            optimizer.step()
+        train(job, model, optimizer, steps=2, first_step=FREE_STEPS + 1)
+        job.record_state(model, optimizer)
+        job.unwrap(optimizer)
 
 
 def free_steps(job: Job, model: Any, optimizer: Any) -> None:
@@ -124,50 +101,8 @@ def crossing(job: Job, reader: int) -> None:
     job.record_state(model, optimizer)
 
 
-def schedule(job: Job, reader: int, lr: str) -> None:
-    """Hyper-parameters move between step() and the update, in place and by replacement."""
-    peer = Peer(job, reader)
-    model = job.ddp(mlp())
-    optimizer = sgd(model, lr=torch.tensor(0.1) if lr == "tensor" else 0.1)
-    scheduler = StepLR(optimizer, 1, gamma=0.1)
-    job.wrap(optimizer, model)
-    free_steps(job, model, optimizer)
-    held_backward(job, peer, model)
-    optimizer.step()
-    scheduler.step()
-    optimizer.param_groups[0]["momentum"] = 0.1
-    optimizer.zero_grad()
-    peer.let_go()
-    train(job, model, optimizer, steps=2)
-    job.record_state(model, optimizer)
-
-
-def grad_scaler(job: Job, reader: int, fused: bool) -> None:
-    """The peer's gradients overflow: the reader must not step either."""
-    peer = Peer(job, reader)
-    model = job.ddp(mlp())
-    optimizer = job.wrap(adamw(model, fused=fused), model)
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    for step in range(FREE_STEPS + 2):
-        optimizer.zero_grad()
-        loss = model(job.inputs(step)).square().mean()
-        held = step == FREE_STEPS
-        if held:
-            peer.hold()
-            loss = loss * (float("inf") if job.rank != reader else 1.0)
-        scaler.scale(loss).backward()
-        if held:
-            peer.watch(lambda: scaler.step(optimizer))
-        else:
-            scaler.step(optimizer)
-        scaler.update()
-        job.record("scale", scaler.get_scale())
-    job.record_state(model, optimizer)
-
-
-def two_optimizers(job: Job, reader: int) -> None:
+def two_optimizers(job: Job) -> None:
     """The step of one arms its own parameters and no others."""
-    peer = Peer(job, reader)
     model = job.ddp(mlp())
     first, *rest = model.parameters()
     one = job.wrap(torch.optim.SGD([first], lr=0.1), model)
@@ -177,20 +112,18 @@ def two_optimizers(job: Job, reader: int) -> None:
         one.step()
         other.step()
         model.zero_grad()
-    held_backward(job, peer, model)
+    model(job.inputs(FREE_STEPS)).square().mean().backward()
     one.step()
-    others = peer.watch(
-        lambda: [p.detach().clone() for p in rest], "waited_other", patience_s=LONG_S
-    )
-    job.record("other", others)
-    job.record("one", peer.watch(lambda: first.detach().clone()))
+    with waiting(job, "other", waits=False):
+        job.record("other", [p.detach().clone() for p in rest])
+    with waiting(job, "one"):
+        job.record("one", first.detach().clone())
     other.step()
     job.record_state(model, one, other)
 
 
-def watched_step(job: Job, reader: int, kind: str) -> None:
+def watched_step(job: Job, kind: str) -> None:
     """Steps that cannot be deferred: step() itself has to wait."""
-    peer = Peer(job, reader)
     model = job.ddp(mlp())
     optimizer: Any = sgd(model)
     fields: dict[str, Any] = {}
@@ -204,42 +137,22 @@ def watched_step(job: Job, reader: int, kind: str) -> None:
         fields["cross_barrier"] = False
     job.wrap(optimizer, model, **fields)
     free_steps(job, model, optimizer)
-    held_backward(job, peer, model)
-    peer.watch(optimizer.step)
+    with waiting(job, "step"):
+        model(job.inputs(FREE_STEPS)).square().mean().backward()
+        optimizer.step()
     job.record_state(model, optimizer)
 
 
-def accumulated(job: Job, reader: int) -> None:
-    """Local passes, then a synchronised one that is held; attribute set, as nanoGPT does."""
-    peer = Peer(job, reader)
-    model = job.ddp(mlp())
-    optimizer = job.wrap(sgd(model), model)
-    free_steps(job, model, optimizer)
-    for micro in range(3):
-        model.require_backward_grad_sync = micro == 2
-        loss = model(job.inputs(50 + micro)).square().mean()
-        if micro == 2:
-            peer.hold()
-        loss.backward()
-        if micro < 2:
-            job.record("local", [p.grad for p in model.parameters()])
-    job.record("averaged", peer.watch(lambda: [p.grad.clone() for p in model.parameters()]))
-    optimizer.step()
-    train(job, model, optimizer, steps=2)
-    job.record_state(model, optimizer)
-
-
-def unseen_reader(job: Job, name: str, reader: int) -> None:
+def unseen_reader(job: Job, name: str) -> None:
     """A forward pass, with and without gradients, whose reads no tensor subclass can see."""
-    peer = Peer(job, reader)
     model = job.ddp(unseen_models.MODELS[name]())
     optimizer = job.wrap(adamw(model), model)
     free_steps(job, model, optimizer)
-    held_backward(job, peer, model)
+    model(job.inputs(FREE_STEPS)).square().mean().backward()
     optimizer.step()
     model.eval()
-    with torch.no_grad():
-        job.record("evaluated", peer.watch(lambda: model(torch.ones(2, 8))))
+    with torch.no_grad(), waiting(job, name):
+        job.record("evaluated", model(torch.ones(2, 8)))
     model.train()
     train(job, model, optimizer, steps=2)
     job.record_state(model, optimizer)

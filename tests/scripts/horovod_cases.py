@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-import itertools
-import logging
 import os
-import pickle
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import horovod.torch as hvd
 import torch
 from horovod_order_cases import planning_of
 from horovod_training import HorovodJob
 from looks import weight
-from peer_scripts import as_lists, footprint
+from peer_scripts import contracted, footprint
 from plugin_suite import PluginContract, TrainingRun
 from rank_worker import signals
 from restless_horovod import ScriptedHorovodJob
 from torch import Tensor, nn
-from training import adamw, frozen, mlp, sgd, train
+from training import adamw, closure_of, frozen, listening, mlp, sgd, train
 
 import bytesched
 from bytesched.plugins.horovod import ScheduledOptimizer
@@ -35,38 +33,18 @@ NO_TIMEOUT_S = 300.0
 
 
 class HorovodContract(PluginContract):
-    """The suite that every plugin passes."""
-
     def training(self) -> TrainingRun:
         job = HorovodJob(wrapped=True)
         model = job.ddp(mlp())
         optimizer = job.distributed(adamw(model), model)
-        steps = itertools.count()
-
-        def state() -> dict[str, object]:
-            everything = {
-                "records": job.records,
-                "weights": frozen(model.state_dict()),
-                "optimizer": frozen(optimizer.state_dict()),
-            }
-            return {name: pickle.dumps(as_lists(value)) for name, value in everything.items()}
-
-        def touched() -> dict[str, object]:
-            return {
-                **footprint(model, optimizer),
-                "attributes": sorted(vars(optimizer)),
-                "reduced": len(optimizer._requires_update),
-                "shutdown": hvd.mpi_ops.mpi_lib.horovod_torch_reset.__class__.__name__,
-            }
-
-        return TrainingRun(
-            step=lambda: train(job, model, optimizer, steps=1, first_step=next(steps)),
-            state=state,
-            footprint=touched,
-            wrap=lambda: job.wrap_only(optimizer, model),
-            flush=bytesched.flush,
-            unwrap=job.close,
-            stats=lambda: bytesched.stats(optimizer),
+        return contracted(
+            job,
+            model,
+            optimizer,
+            job.wrap_only,
+            attributes=lambda: sorted(vars(optimizer)),
+            reduced=lambda: len(optimizer._requires_update),
+            shutdown=lambda: hvd.mpi_ops.mpi_lib.horovod_torch_reset.__class__.__name__,
         )
 
 
@@ -166,32 +144,25 @@ def refusal(do: Callable[[], object]) -> dict[str, Any]:
 def different_on_rank_1(kind: str) -> dict[str, Any]:
     """`wrap` of a model or with settings that are not the same everywhere."""
     job = HorovodJob(wrapped=True, timeout_s=NO_TIMEOUT_S)
-    horovod: dict[str, Any] = {}
-    fields: dict[str, Any] = {}
-    model: nn.Module = mlp()
-    if job.rank == 1:
-        if kind == "layers":
-            model = nn.Sequential(mlp(), nn.Linear(4, 2))
-        elif kind == "shape":
-            model = nn.Sequential(nn.Linear(8, 17), *list(mlp())[1:])
-        elif kind == "dtype":
-            model = model.double()
-        elif kind == "frozen":
-            next(model.parameters()).requires_grad_(False)
-        elif kind == "partition_bytes":
-            fields = {"partition_bytes": 512, "credit_bytes": 512}
-        elif kind == "policy":
-            fields = {"policy": "fifo"}
-        elif kind == "passes":
-            horovod = {"backward_passes_per_step": 2}
-        elif kind == "op":
-            horovod = {"op": hvd.Sum}
-        elif kind == "predivide":
-            horovod = {"gradient_predivide_factor": 2.0}
-        elif kind == "compression":
-            horovod = {"compression": hvd.Compression.fp16}
-    optimizer = adamw(model) if kind == "optimizer" and job.rank == 1 else sgd(model)
-    told = refusal(lambda: job.wrap(optimizer, model, horovod=horovod, **fields))
+    differs = kind if job.rank == 1 else ""
+    models: dict[str, Callable[[], nn.Module]] = {
+        "layers": lambda: nn.Sequential(mlp(), nn.Linear(4, 2)),
+        "shape": lambda: nn.Sequential(nn.Linear(8, 17), *list(mlp())[1:]),
+        "dtype": lambda: mlp().double(),
+    }
+    fields: dict[str, dict[str, Any]] = {
+        "partition_bytes": {"partition_bytes": 512, "credit_bytes": 512},
+        "policy": {"policy": "fifo"},
+        "passes": {"horovod": {"backward_passes_per_step": 2}},
+        "op": {"horovod": {"op": hvd.Sum}},
+        "predivide": {"horovod": {"gradient_predivide_factor": 2.0}},
+        "compression": {"horovod": {"compression": hvd.Compression.fp16}},
+    }
+    model = models.get(differs, mlp)()
+    if differs == "frozen":
+        next(model.parameters()).requires_grad_(False)
+    optimizer = adamw(model) if differs == "optimizer" else sgd(model)
+    told = refusal(lambda: job.wrap(optimizer, model, **fields.get(differs, {})))
     hvd.barrier()
     return told
 
@@ -310,14 +281,8 @@ class Rounded(hvd.Compression.fp16):  # type: ignore[misc]
 
 def left_as_it_was(kind: str) -> dict[str, Any]:
     """`wrap` of what cannot be scheduled: what it said, and whether plain Horovod still trains."""
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("bytesched")
-    logger.addHandler(handler)
-    if kind == "autotune":
-        os.environ["HOROVOD_AUTOTUNE"] = "1"
-    try:
+    autotunes = {"HOROVOD_AUTOTUNE": "1"} if kind == "autotune" else {}
+    with listening() as said, mock.patch.dict(os.environ, autotunes):
         job = HorovodJob(wrapped=True)
         model = job.ddp(mlp())
         horovod: dict[str, Any] = {}
@@ -349,9 +314,6 @@ def left_as_it_was(kind: str) -> dict[str, Any]:
             "mode": bytesched.stats(optimizer)["mode"],
             "equal": all(torch.equal(a, b) for a, b in zip(weights, theirs, strict=True)),
         }
-    finally:
-        logger.removeHandler(handler)
-        os.environ.pop("HOROVOD_AUTOTUNE", None)
 
 
 def joined_while_tuned() -> dict[str, Any]:
@@ -400,14 +362,7 @@ def weights_after_closures() -> Any:
     model = job.ddp(mlp())
     optimizer = job.wrap(sgd(model), model)
     for step in range(4):
-
-        def evaluate(step: int = step) -> Tensor:
-            optimizer.zero_grad()
-            loss: Tensor = model(job.inputs(step)).square().mean()
-            loss.backward()
-            return loss
-
-        optimizer.step(evaluate)
+        optimizer.step(closure_of(job, model, optimizer, step))
     weights = frozen(model.state_dict())
     job.close()
     return weights

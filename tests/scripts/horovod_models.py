@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from scripts_models import Branching, TiedText, batch
+from scripts_models import Branching, batch
 from torch import Tensor, nn, optim
-from training import STEPS, adamw, mlp, sgd, train
+from training import STEPS, adamw, backward, mlp, script, sgd, train
 
 if TYPE_CHECKING:
     from horovod_training import HorovodJob
@@ -16,10 +17,9 @@ if TYPE_CHECKING:
 TURNS = ("same_on_all_ranks", "differing_ranks", "all_but_one_first")
 
 
-def branching(job: HorovodJob, turns: str) -> None:
+@script(partial(adamw, weight_decay=0.1), module=Branching)
+def branching(job: HorovodJob, model: Any, optimizer: Any, turns: str) -> None:
     """Parameters left out on some ranks in some steps: zeros, so that Adam moves them."""
-    model = job.ddp(Branching())
-    optimizer = job.wrap(adamw(model, weight_decay=0.1), model)
     plans = {
         "same_on_all_ranks": ["left", "right", "both"],
         "differing_ranks": ["left", "right", "both"] if job.rank else ["right", "right", "left"],
@@ -32,34 +32,27 @@ def branching(job: HorovodJob, turns: str) -> None:
 
     train(job, model, optimizer, steps=3 * STEPS, inputs=turn)
     job.record("gradients", [p.grad for p in model.parameters()])
-    job.record_state(model, optimizer)
 
 
-def branching_accumulated(job: HorovodJob) -> None:
+@script(sgd, module=Branching, when="step", fields={"horovod": {"backward_passes_per_step": 2}})
+def branching_accumulated(job: HorovodJob, model: Any, optimizer: Any, step: int) -> None:
     """Each of two passes uses another branch; what is used once only is reduced in `step()`."""
-    model = job.ddp(Branching())
-    optimizer = job.wrap(sgd(model), model, horovod={"backward_passes_per_step": 2})
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        for turn in ("left", "right" if step % 2 else "both"):
-            model.module.turn = turn
-            model(job.inputs(step)).square().mean().backward()
-        optimizer.step()
-    job.record_state(model, optimizer)
+    optimizer.zero_grad()
+    for turn in ("left", "right" if step % 2 else "both"):
+        model.module.turn = turn
+        model(job.inputs(step)).square().mean().backward()
+    optimizer.step()
 
 
-def two_losses_of_parts(job: HorovodJob) -> None:
+@script(adamw, module=lambda: nn.ModuleDict({"one": mlp(), "other": mlp()}), when="step")
+def two_losses_of_parts(job: HorovodJob, model: Any, optimizer: Any, step: int) -> None:
     """Two backward passes over different parameters make one step."""
-    model = job.ddp(nn.ModuleDict({"one": mlp(), "other": mlp()}))
-    optimizer = job.wrap(adamw(model), model)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        for part in ("one", "other") if step % 2 else ("other", "one"):
-            loss = model.module[part](job.inputs(step)).square().mean()
-            loss.backward()
-            job.record("loss", loss)
-        optimizer.step()
-    job.record_state(model, optimizer)
+    optimizer.zero_grad()
+    for part in ("one", "other") if step % 2 else ("other", "one"):
+        loss = model.module[part](job.inputs(step)).square().mean()
+        loss.backward()
+        job.record("loss", loss)
+    optimizer.step()
 
 
 class Text(nn.Module):
@@ -115,18 +108,9 @@ class Mixed(nn.Module):
         return self.third(x.half()).float()
 
 
-def mixed_dtypes(job: HorovodJob) -> None:
-    model = job.ddp(Mixed())
-    optimizer = job.wrap(sgd(model), model)
+@script(sgd, module=Mixed)
+def mixed_dtypes(job: HorovodJob, model: Any, optimizer: Any) -> None:
     train(job, model, optimizer)
-    job.record_state(model, optimizer)
-
-
-def tied(job: HorovodJob) -> None:
-    model = job.ddp(TiedText())
-    optimizer = job.wrap(adamw(model), model)
-    train(job, model, optimizer, inputs=lambda step: batch(job, "tied", step))
-    job.record_state(model, optimizer)
 
 
 def frozen_and_thawed(job: HorovodJob) -> None:
@@ -176,8 +160,7 @@ def two_optimizers(job: HorovodJob) -> None:
     one = job.wrap(optim.Adam([first], lr=0.01), model)
     other = job.wrap(optim.SGD(rest, lr=0.1, momentum=0.9), model)
     for step in range(STEPS):
-        loss = model(job.inputs(step)).square().mean()
-        loss.backward()
+        loss = backward(job, model, step)
         for optimizer in (one, other) if step % 2 else (other, one):
             optimizer.step()
         one.zero_grad()

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import warnings
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn, optim
 from torch.nn.utils import clip_grad_norm_
-from training import STEPS, adamw, mlp, sgd, train
+from training import STEPS, adamw, backward, mlp, script, sgd, train
 
 if TYPE_CHECKING:
     from horovod_training import HorovodJob
@@ -30,29 +31,25 @@ def accumulated(job: HorovodJob, passes: int) -> None:
     job.record_state(model, optimizer)
 
 
-def accumulation_changed(job: HorovodJob) -> None:
+@script(sgd, fields={"horovod": {"backward_passes_per_step": 2}})
+def accumulation_changed(job: HorovodJob, model: Any, optimizer: Any) -> None:
     """The number of passes is another one from step to step."""
-    model = job.ddp(mlp())
-    optimizer = job.wrap(sgd(model), model, horovod={"backward_passes_per_step": 2})
     for step, passes in enumerate((2, 2, 1, 3, 3, 1, 2)):
         optimizer.set_backward_passes_per_step(passes)
         optimizer.zero_grad()
         for micro in range(passes):
             model(job.inputs(10 * step + micro)).square().mean().backward()
         optimizer.step()
-    job.record_state(model, optimizer)
 
 
-def partial_window(job: HorovodJob) -> None:
+@script(sgd, fields={"horovod": {"backward_passes_per_step": 3}})
+def partial_window(job: HorovodJob, model: Any, optimizer: Any) -> None:
     """The last step of an epoch comes after fewer passes than the others; so does the first."""
-    model = job.ddp(mlp())
-    optimizer = job.wrap(sgd(model), model, horovod={"backward_passes_per_step": 3})
     for step, passes in enumerate((1, 3, 2, 3, 1, 3)):
         optimizer.zero_grad()
         for micro in range(passes):
             model(job.inputs(10 * step + micro)).square().mean().backward()
         optimizer.step()
-    job.record_state(model, optimizer)
 
 
 def too_many_backwards(job: HorovodJob, passes: int) -> None:
@@ -77,45 +74,37 @@ def train_accumulated(job: HorovodJob, model: Any, optimizer: Any, passes: int) 
         optimizer.step()
 
 
-def clipped(job: HorovodJob) -> None:
+@script(adamw, when="step")
+def clipped(job: HorovodJob, model: Any, optimizer: Any, step: int) -> None:
     """Clipping as Horovod's documentation says."""
-    model = job.ddp(mlp())
-    optimizer = job.wrap(adamw(model), model)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        loss = model(job.inputs(step)).square().mean()
-        loss.backward()
+    optimizer.zero_grad()
+    loss = backward(job, model, step)
+    optimizer.synchronize()
+    job.record("norm", clip_grad_norm_(model.parameters(), 0.05, foreach=step % 2 == 0))
+    job.record("gradients", [p.grad for p in model.parameters()])
+    with optimizer.skip_synchronize():
+        optimizer.step()
+    job.record("loss", loss)
+
+
+@script(adamw, when="step")
+def clipped_without_synchronize(job: HorovodJob, model: Any, optimizer: Any, step: int) -> None:
+    """Under plain Horovod a race; here gradients that are read are complete."""
+    optimizer.zero_grad()
+    model(job.inputs(step)).square().mean().backward()
+    if not job.wrapped:
         optimizer.synchronize()
-        job.record("norm", clip_grad_norm_(model.parameters(), 0.05, foreach=step % 2 == 0))
-        job.record("gradients", [p.grad for p in model.parameters()])
+    job.record("norm", clip_grad_norm_(model.parameters(), 0.05))
+    if job.wrapped:
+        optimizer.step()
+    else:
         with optimizer.skip_synchronize():
             optimizer.step()
-        job.record("loss", loss)
-    job.record_state(model, optimizer)
 
 
-def clipped_without_synchronize(job: HorovodJob) -> None:
-    """Under plain Horovod a race; here gradients that are read are complete."""
-    model = job.ddp(mlp())
-    optimizer = job.wrap(adamw(model), model)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        model(job.inputs(step)).square().mean().backward()
-        if not job.wrapped:
-            optimizer.synchronize()
-        job.record("norm", clip_grad_norm_(model.parameters(), 0.05))
-        if job.wrapped:
-            optimizer.step()
-        else:
-            with optimizer.skip_synchronize():
-                optimizer.step()
-    job.record_state(model, optimizer)
-
-
-def synchronized_twice(job: HorovodJob) -> None:
+@script(sgd)
+def synchronized_twice(job: HorovodJob, model: Any, optimizer: Any) -> None:
     """`synchronize()`, then `step()` without skipping it: averaged again, and warned about."""
-    model = job.ddp(mlp())
-    optimizer = job.wrap(sgd(model), model)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for step in range(STEPS):
@@ -129,13 +118,11 @@ def synchronized_twice(job: HorovodJob) -> None:
                     p.grad.mul_(1 + job.rank)
             optimizer.step()
     job.record("warned", [str(w.message) for w in caught if "skip_synchronize" in str(w.message)])
-    job.record_state(model, optimizer)
 
 
-def synchronize_alone(job: HorovodJob) -> None:
+@script(sgd)
+def synchronize_alone(job: HorovodJob, model: Any, optimizer: Any) -> None:
     """`synchronize()` several times, before any backward pass, and without a step after it."""
-    model = job.ddp(mlp())
-    optimizer = job.wrap(sgd(model), model)
     optimizer.synchronize()
     job.record("gradients", [p.grad for p in model.parameters()])
     for step in range(STEPS):
@@ -147,7 +134,6 @@ def synchronize_alone(job: HorovodJob) -> None:
         if step % 2:
             with optimizer.skip_synchronize():
                 optimizer.step()
-    job.record_state(model, optimizer)
 
 
 def steps_in_a_row(job: HorovodJob) -> None:
@@ -157,21 +143,18 @@ def steps_in_a_row(job: HorovodJob) -> None:
     job.record_state(model, optimizer)
 
 
-def step_without_backward(job: HorovodJob) -> None:
+@script(partial(adamw, weight_decay=0.1))
+def step_without_backward(job: HorovodJob, model: Any, optimizer: Any) -> None:
     """Parameters without a gradient get zeros, so that decay and momentum move them."""
-    model = job.ddp(mlp())
-    optimizer = job.wrap(adamw(model, weight_decay=0.1), model)
     optimizer.step()
     optimizer.zero_grad()
     optimizer.step()
     train(job, model, optimizer, after_step=lambda _: (optimizer.zero_grad(), optimizer.step()))
-    job.record_state(model, optimizer)
 
 
-def zeroed_before_step(job: HorovodJob) -> None:
+@script(sgd)
+def zeroed_before_step(job: HorovodJob, model: Any, optimizer: Any) -> None:
     """`zero_grad()` between backward and step is an error of Horovod's; the step is still good."""
-    model = job.ddp(mlp())
-    optimizer = job.wrap(sgd(model), model)
     complaints = []
 
     def zero(_: int) -> None:
@@ -182,30 +165,24 @@ def zeroed_before_step(job: HorovodJob) -> None:
 
     train(job, model, optimizer, before_step=zero)
     job.record("complaints", complaints)
-    job.record_state(model, optimizer)
 
 
-def zeroed_after_synchronize(job: HorovodJob) -> None:
-    model = job.ddp(mlp())
-    optimizer = job.wrap(sgd(model), model)
-    for step in range(STEPS):
-        model(job.inputs(step)).square().mean().backward()
-        optimizer.synchronize()
-        if step % 3 == 1:
-            optimizer.zero_grad()
-        with optimizer.skip_synchronize():
-            optimizer.step()
-        model.zero_grad(set_to_none=step % 2 == 0)
-    job.record_state(model, optimizer)
+@script(sgd, when="step")
+def zeroed_after_synchronize(job: HorovodJob, model: Any, optimizer: Any, step: int) -> None:
+    model(job.inputs(step)).square().mean().backward()
+    optimizer.synchronize()
+    if step % 3 == 1:
+        optimizer.zero_grad()
+    with optimizer.skip_synchronize():
+        optimizer.step()
+    model.zero_grad(set_to_none=step % 2 == 0)
 
 
 ZEROINGS = ("optimizer", "model_to_none", "model_to_zero", "by_hand_to_zero", "never")
 
 
-def zeroed(job: HorovodJob, how: str) -> None:
-    model = job.ddp(mlp())
-    optimizer = job.wrap(sgd(model), model)
-
+@script(sgd)
+def zeroed(job: HorovodJob, model: Any, optimizer: Any, how: str) -> None:
     def zero() -> None:
         if how == "optimizer":
             optimizer.zero_grad()
@@ -220,7 +197,6 @@ def zeroed(job: HorovodJob, how: str) -> None:
 
     train(job, model, optimizer, zero_grad=zero)
     train(job, model, optimizer, zero_grad=lambda: None, after_step=lambda _: zero())
-    job.record_state(model, optimizer)
 
 
 def one_argument(job: HorovodJob, **horovod: Any) -> None:
@@ -311,12 +287,13 @@ def double_precision(job: HorovodJob, factor: float) -> None:
     job.record_state(model, optimizer)
 
 
-def half_precision(job: HorovodJob) -> None:
+@script(
+    lambda model: optim.SGD(model.parameters(), lr=0.01),
+    module=lambda: nn.Sequential(nn.Linear(8, 13).half(), nn.Linear(13, 5).half()),
+    when="step",
+)
+def half_precision(job: HorovodJob, model: Any, optimizer: Any, step: int) -> None:
     """A model in half precision beside one layer in single precision."""
-    model = job.ddp(nn.Sequential(nn.Linear(8, 13).half(), nn.Linear(13, 5).half()))
-    optimizer = job.wrap(optim.SGD(model.parameters(), lr=0.01), model)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        model(job.inputs(step).half()).float().square().mean().backward()
-        optimizer.step()
-    job.record_state(model, optimizer)
+    optimizer.zero_grad()
+    model(job.inputs(step).half()).float().square().mean().backward()
+    optimizer.step()

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 import io
 from typing import TYPE_CHECKING, Any
 
 import torch
 from scripts_optimizers import SCHEDULES
 from torch import Tensor, nn
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from training import STEPS, adamw, mlp, sgd, train
+from training import STEPS, adamw, backward, mlp, script, sgd, train
 
 if TYPE_CHECKING:
     from horovod_training import HorovodJob
@@ -44,15 +42,13 @@ def broadcast(job: HorovodJob) -> None:
     job.record_state(model, optimizer)
 
 
-def collectives_of_the_user(job: HorovodJob) -> None:
+@script(sgd)
+def collectives_of_the_user(job: HorovodJob, model: Any, optimizer: Any) -> None:
     """Metrics, weights and gradients handed to Horovod between and during steps."""
-    model = job.ddp(mlp())
-    optimizer = job.wrap(sgd(model), model)
     first, *_, last = model.parameters()
     for step in range(STEPS):
         optimizer.zero_grad()
-        loss = model(job.inputs(step)).square().mean()
-        loss.backward()
+        loss = backward(job, model, step)
         job.record("loss", job.hvd.allreduce(loss.detach(), name="loss"))
         optimizer.synchronize()
         job.record("gradient", job.hvd.allreduce(last.grad, op=job.hvd.Sum, name="a gradient"))
@@ -62,13 +58,11 @@ def collectives_of_the_user(job: HorovodJob) -> None:
         job.record("sum", job.hvd.allreduce(last.data, op=job.hvd.Sum, name="another weight"))
         job.record("objects", job.hvd.allgather_object(float(first.sum())))
         job.hvd.barrier()
-    job.record_state(model, optimizer)
 
 
-def collectives_without_synchronize(job: HorovodJob) -> None:
+@script(adamw)
+def collectives_without_synchronize(job: HorovodJob, model: Any, optimizer: Any) -> None:
     """The same while chunks and updates are outstanding."""
-    model = job.ddp(mlp())
-    optimizer = job.wrap(adamw(model), model)
     first, *_ = model.parameters()
 
     def share(step: int) -> None:
@@ -79,23 +73,6 @@ def collectives_without_synchronize(job: HorovodJob) -> None:
         job.hvd.allreduce_(first.data, name="a weight in place")
 
     train(job, model, optimizer, after_step=share)
-    job.record_state(model, optimizer)
-
-
-def averaged(job: HorovodJob) -> None:
-    """A running mean, a deep copy and a state dict after every step."""
-    model = job.ddp(mlp())
-    average = AveragedModel(model.module, multi_avg_fn=get_ema_multi_avg_fn(0.9))
-    optimizer = job.wrap(adamw(model), model)
-
-    def look(_: int) -> None:
-        average.update_parameters(model.module)
-        job.record("copy", copy.deepcopy(model.module).state_dict())
-        job.record("optimizer", copy.deepcopy(optimizer.state_dict()))
-
-    train(job, model, optimizer, after_step=look)
-    job.record("average", average.state_dict())
-    job.record_state(model, optimizer)
 
 
 def resumed(job: HorovodJob) -> None:
@@ -117,19 +94,6 @@ def resumed(job: HorovodJob) -> None:
     job.hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     job.hvd.broadcast_optimizer_state(optimizer, root_rank=0)
     train(job, model, optimizer, first_step=4)
-    job.record_state(model, optimizer)
-
-
-def rolled_back(job: HorovodJob) -> None:
-    """Loaded into the very same objects, with a step still outstanding."""
-    model = job.ddp(mlp())
-    optimizer = job.wrap(adamw(model), model)
-    train(job, model, optimizer, steps=3)
-    kept = copy.deepcopy({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
-    train(job, model, optimizer, steps=2, first_step=3)
-    model.load_state_dict(kept["model"])
-    optimizer.load_state_dict(kept["optimizer"])
-    train(job, model, optimizer, first_step=3)
     job.record_state(model, optimizer)
 
 
@@ -163,10 +127,9 @@ def step_hooks(job: HorovodJob, made: str) -> None:
     job.record_state(model, optimizer)
 
 
-def unwrapped_in_the_middle(job: HorovodJob) -> None:
+@script(sgd, fields={"horovod": {"backward_passes_per_step": 2}})
+def unwrapped_in_the_middle(job: HorovodJob, model: Any, optimizer: Any) -> None:
     """Plain Horovod's own optimizer is back, in the middle of everything, and taken again."""
-    model = job.ddp(mlp())
-    optimizer = job.wrap(sgd(model), model, horovod={"backward_passes_per_step": 2})
     for part in range(4):
         for step in range(3):
             optimizer.zero_grad()
@@ -177,7 +140,6 @@ def unwrapped_in_the_middle(job: HorovodJob) -> None:
             job.unwrap(optimizer)
         else:
             job.wrap_only(optimizer, model)
-    job.record_state(model, optimizer)
 
 
 def unwrapped_between_backward_and_step(job: HorovodJob, groups: int | None, op: str) -> None:
@@ -197,9 +159,8 @@ def unwrapped_between_backward_and_step(job: HorovodJob, groups: int | None, op:
     job.record_state(model, optimizer)
 
 
-def scaler_off(job: HorovodJob) -> None:
-    model = job.ddp(mlp())
-    optimizer = job.wrap(adamw(model), model)
+@script(adamw)
+def scaler_off(job: HorovodJob, model: Any, optimizer: Any) -> None:
     scaler = torch.amp.GradScaler("cpu", enabled=False)
     for step in range(STEPS):
         optimizer.zero_grad()
@@ -212,7 +173,6 @@ def scaler_off(job: HorovodJob) -> None:
             scaler.step(optimizer)
         scaler.update()
         job.record("loss", loss)
-    job.record_state(model, optimizer)
 
 
 def scaled(job: HorovodJob, fused: bool) -> None:
@@ -235,17 +195,6 @@ def scaled(job: HorovodJob, fused: bool) -> None:
     job.record_state(model, optimizer)
 
 
-def closure_that_only_looks(job: HorovodJob) -> None:
-    model = job.ddp(mlp())
-    optimizer = job.wrap(sgd(model), model)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        model(job.inputs(step)).square().mean().backward()
-        loss = optimizer.step(lambda step=step: model(job.inputs(step)).square().mean())
-        job.record("loss", loss)
-    job.record_state(model, optimizer)
-
-
 class Shift(nn.Module):
     """Its gradient does not depend on its weight, so autograd does not miss an older value."""
 
@@ -257,10 +206,9 @@ class Shift(nn.Module):
         return torch.tanh(x + self.weight)
 
 
-def backward_of_an_older_forward(job: HorovodJob) -> None:
+@script(sgd, module=lambda: nn.Sequential(*(Shift() for _ in range(40))))
+def backward_of_an_older_forward(job: HorovodJob, model: Any, optimizer: Any) -> None:
     """Two forward passes, a step, and only then the second one's backward."""
-    model = job.ddp(nn.Sequential(*(Shift() for _ in range(40))))
-    optimizer = job.wrap(sgd(model), model)
     train(job, model, optimizer, steps=3)
     for step in range(3, 9, 2):
         optimizer.zero_grad()
@@ -269,16 +217,16 @@ def backward_of_an_older_forward(job: HorovodJob) -> None:
         optimizer.step()
         later.backward()
         optimizer.step()
-    job.record_state(model, optimizer)
 
 
-def joined_early(job: HorovodJob, early: int, together: int, alone: int) -> None:
+@script(sgd)
+def joined_early(
+    job: HorovodJob, model: Any, optimizer: Any, early: int, together: int, alone: int
+) -> None:
     """One rank has fewer batches; it joins, and the other trains on with zeros from it.
 
     After so many steps `together` the other one makes so many `alone`.
     """
-    model = job.ddp(mlp())
-    optimizer = job.wrap(sgd(model), model)
     train(job, model, optimizer, steps=together)
     if job.rank != early:
         train(job, model, optimizer, first_step=together, steps=alone)
@@ -286,4 +234,3 @@ def joined_early(job: HorovodJob, early: int, together: int, alone: int) -> None
     job.record("last to join", last)
     job.hvd.broadcast_parameters(model.state_dict(), root_rank=last)
     train(job, model, optimizer, first_step=together + alone, steps=9)
-    job.record_state(model, optimizer)

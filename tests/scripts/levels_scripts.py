@@ -11,9 +11,10 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from faults_runner import tell
+from raised import raised
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from training import STEPS, Job, adamw, compare, mlp, train
+from training import STEPS, Job, adamw, compare, mlp, script, train
 
 import bytesched
 
@@ -33,18 +34,13 @@ def on_hosts(
 def refused(ranks: list[int]) -> str:
     """What `wrap` says of a hierarchy on such hosts."""
     model = DistributedDataParallel(mlp())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with on_named_hosts(ranks):
-        try:
-            bytesched.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model, hierarchy="on")
-        except bytesched.PluginError as error:
-            return str(error)
-    return ""
+        return raised(lambda: bytesched.wrap(optimizer, model, hierarchy="on"))
 
 
-def trained(job: Job) -> None:
-    """An MLP and AdamW."""
-    model = job.ddp(mlp())
-    optimizer = job.wrap(adamw(model), model)
+@script(adamw)
+def trained(job: Job, model: Any, optimizer: Any) -> None:
     train(job, model, optimizer)
 
 

@@ -242,3 +242,5 @@ LOOKS: dict[str, dict[str, Look]] = {
     "gradient_metadata": GRADIENT_METADATA,
 }
 BEFORE_STEP = {"gradients_unasked", "gradient_reads", "clippings", "gradient_metadata"}
+#: these come back at once
+WITHOUT_VALUES = {"metadata", "gradient_metadata"}

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from moe_cases import EXPERTS, WIDTH, batch_of, experts_of, gate_of, layer_of
+from raised import raised
 from torch import Tensor, nn
 
-from bytesched.errors import BytesschedError
 from bytesched.plugins import moe
 from bytesched.plugins.exchanges.peers import peers_of
 from bytesched.urgency import URGENCY
@@ -43,11 +43,7 @@ def layer_for(experts: int) -> moe.MoE:
 
 
 def told(call: Callable[[], Any]) -> str:
-    try:
-        call()
-    except BytesschedError as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
+    return raised(call) or "no error"
 
 
 def experts_of_another_width() -> list[str]:

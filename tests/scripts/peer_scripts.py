@@ -16,25 +16,22 @@ from hazard_scripts import Peer, free_steps, held_backward
 from looks import weight
 from plugin_suite import PluginContract, TrainingRun
 from torch import Tensor, nn
-from training import STEPS, Job, adamw, frozen, mlp, sgd, train
+from training import Job, adamw, frozen, mlp, script, sgd, train
 
 import bytesched
 
 
-def forward_between_backward_and_step(job: Job) -> None:
+@script(sgd, when="step")
+def forward_between_backward_and_step(job: Job, model: Any, optimizer: Any, step: int) -> None:
     """A second forward pass, with and without gradients, before the step."""
-    model = job.ddp(mlp())
-    optimizer = job.wrap(sgd(model), model)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        model(job.inputs(step)).square().mean().backward()
-        if step % 2:
+    optimizer.zero_grad()
+    model(job.inputs(step)).square().mean().backward()
+    if step % 2:
+        job.record("loss", model(job.inputs(100 + step)).square().mean())
+    else:
+        with torch.no_grad():
             job.record("loss", model(job.inputs(100 + step)).square().mean())
-        else:
-            with torch.no_grad():
-                job.record("loss", model(job.inputs(100 + step)).square().mean())
-        optimizer.step()
-    job.record_state(model, optimizer)
+    optimizer.step()
 
 
 class LastFirst(nn.Module):
@@ -48,11 +45,9 @@ class LastFirst(nn.Module):
         return self.tail(torch.tanh(self.middle(torch.tanh(self.front(x)))))
 
 
-def registered_last_first(job: Job) -> None:
-    model = job.ddp(LastFirst())
-    optimizer = job.wrap(sgd(model), model)
+@script(sgd, module=LastFirst)
+def registered_last_first(job: Job, model: Any, optimizer: Any) -> None:
     train(job, model, optimizer)
-    job.record_state(model, optimizer)
 
 
 def sends(folder: str) -> list[tuple[int, str]]:
@@ -145,19 +140,6 @@ def footprint(model: Any, optimizer: Any) -> dict[str, Any]:
     }
 
 
-def adam_is_not_adamw() -> list[Tensor]:
-    """The front weight under Adam and AdamW with the same, strong decay."""
-    weights = []
-    for kind in (torch.optim.Adam, torch.optim.AdamW):
-        job = Job(wrapped=True)
-        model = job.ddp(mlp())
-        optimizer = job.wrap(kind(model.parameters(), lr=0.01, weight_decay=0.5), model)
-        train(job, model, optimizer)
-        weights.append(frozen(weight(model)))
-        job.close()
-    return weights
-
-
 def unseen_front_parameter(job: Job) -> None:
     """The first parameter is unused in some steps; steps are counted all the same."""
 
@@ -187,32 +169,39 @@ def never_wrapped() -> list[Any]:
     return [bytesched.unwrap(optimizer) is optimizer, bytesched.stats(optimizer)["mode"]]
 
 
-class DDPContract(PluginContract):
-    """The suite that every plugin passes."""
+def contracted(
+    job: Job, model: Any, optimizer: Any, wrap: Callable[..., object], **more: Callable[[], object]
+) -> TrainingRun:
+    """A training for the suite that every plugin passes; ``more``: what wrapping might change."""
+    steps = itertools.count()
 
+    def state() -> dict[str, object]:
+        everything = {
+            "records": job.records,
+            "weights": frozen(model.state_dict()),
+            "optimizer": frozen(optimizer.state_dict()),
+        }
+        return {name: pickle.dumps(as_lists(value)) for name, value in everything.items()}
+
+    def touched() -> dict[str, object]:
+        return footprint(model, optimizer) | {name: look() for name, look in more.items()}
+
+    return TrainingRun(
+        step=lambda: train(job, model, optimizer, steps=1, first_step=next(steps)),
+        state=state,
+        footprint=touched,
+        wrap=lambda: wrap(optimizer, model),
+        flush=bytesched.flush,
+        unwrap=job.close,
+        stats=lambda: bytesched.stats(optimizer),
+    )
+
+
+class DDPContract(PluginContract):
     def training(self) -> TrainingRun:
         job = Job(wrapped=True)
         model = job.ddp(mlp())
-        optimizer = adamw(model)
-        steps = itertools.count()
-
-        def state() -> dict[str, object]:
-            everything = {
-                "records": job.records,
-                "weights": frozen(model.state_dict()),
-                "optimizer": frozen(optimizer.state_dict()),
-            }
-            return {name: pickle.dumps(as_lists(value)) for name, value in everything.items()}
-
-        return TrainingRun(
-            step=lambda: train(job, model, optimizer, steps=1, first_step=next(steps)),
-            state=state,
-            footprint=lambda: footprint(model, optimizer),
-            wrap=lambda: job.wrap(optimizer, model),
-            flush=bytesched.flush,
-            unwrap=job.close,
-            stats=lambda: bytesched.stats(optimizer),
-        )
+        return contracted(job, model, adamw(model), job.wrap)
 
 
 def as_lists(value: Any) -> Any:

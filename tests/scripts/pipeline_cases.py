@@ -28,7 +28,7 @@ from pipeline_models import (
     grid,
     replicas_alone,
 )
-from scripts_rounds import holding
+from round_ways import holding
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe, schedules
 

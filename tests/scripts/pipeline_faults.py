@@ -22,6 +22,7 @@ from pipeline_models import (
     ordered,
     replicas_alone,
 )
+from raised import raised
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.device_mesh import DeviceMesh
@@ -45,12 +46,7 @@ IN_DDP = ("off, in DDP", "a hook of DDP", "DDP's mixed precision")
 
 
 def told(run: Callable[[], object]) -> str:
-    """The error of bytesched that ``run`` raises."""
-    try:
-        run()
-    except BytesschedError as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
+    return raised(run) or "no error"
 
 
 def refused(what: str) -> str:

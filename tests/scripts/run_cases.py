@@ -6,7 +6,6 @@ import contextlib
 import copy
 import io
 import json
-import logging
 import os
 import sys
 import time
@@ -18,8 +17,9 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from dropped_models import settles
+from rank_worker import resolve
 from torch import Tensor, nn
-from training import STEPS, Job, adamw, differences, mlp, sgd, train
+from training import STEPS, Job, adamw, differences, listening, mlp, script, sgd, train
 
 import bytesched
 from bytesched.plugins import left as reasons
@@ -31,11 +31,9 @@ from bytesched.urgency import URGENCY
 Case = Callable[[Job], None]
 
 
-def optimizer_after_ddp(job: Job) -> None:
-    model = job.ddp(mlp())
-    optimizer = adamw(model)
+@script(adamw)
+def optimizer_after_ddp(job: Job, model: Any, optimizer: Any) -> None:
     train(job, model, optimizer)
-    job.record_state(model, optimizer)
 
 
 def optimizer_before_ddp(job: Job) -> None:
@@ -71,11 +69,9 @@ class _Swapping(nn.Module):
         return swapped
 
 
-def mixed_by_all_to_alls(job: Job) -> None:
-    model = job.ddp(nn.Sequential(nn.Linear(8, 8), _Swapping(), nn.Linear(8, 8)))
-    optimizer = adamw(model)
+@script(adamw, lambda: nn.Sequential(nn.Linear(8, 8), _Swapping(), nn.Linear(8, 8)))
+def mixed_by_all_to_alls(job: Job, model: Any, optimizer: Any) -> None:
     train(job, model, optimizer)
-    job.record_state(model, optimizer)
     if job.wrapped:
         figures = bytesched.stats(optimizer)
         assert float(figures["urgent_sections"]) >= 2 * STEPS, figures
@@ -94,11 +90,9 @@ class _Exchanging(nn.Module):
         return all_to_all_single_autograd(x, None, None, group) + 0
 
 
-def mixed_by_functional_all_to_alls(job: Job) -> None:
-    model = job.ddp(nn.Sequential(nn.Linear(8, 8), _Exchanging(), nn.Linear(8, 8)))
-    optimizer = adamw(model)
+@script(adamw, lambda: nn.Sequential(nn.Linear(8, 8), _Exchanging(), nn.Linear(8, 8)))
+def mixed_by_functional_all_to_alls(job: Job, model: Any, optimizer: Any) -> None:
     train(job, model, optimizer)
-    job.record_state(model, optimizer)
     # From torch 2.15 on.
     if job.wrapped and hasattr(dist.ProcessGroup, "register_post_hook"):
         figures = bytesched.stats(optimizer)
@@ -155,10 +149,9 @@ def another_optimizer_is_never_used(job: Job) -> None:
 
 def a_new_optimizer_in_the_middle(job: Job) -> None:
     model = job.ddp(mlp())
-    optimizer: torch.optim.Optimizer = adamw(model)
-    train(job, model, optimizer)
-    optimizer = sgd(model)
-    train(job, model, optimizer)
+    for make in (adamw, sgd):
+        optimizer: Any = make(model)
+        train(job, model, optimizer)
     job.record_state(model, optimizer)
 
 
@@ -204,45 +197,6 @@ def optimizer_inside_an_optimizer(job: Job) -> None:
     job.record_state(model)
 
 
-class Proxy(torch.optim.Optimizer):
-    """An optimizer in name only, as trainers have them."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.optimizer = optimizer
-
-    @property
-    def param_groups(self) -> Any:  # type: ignore[override]
-        return self.optimizer.param_groups
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        self.optimizer.zero_grad(set_to_none)
-
-    def step(self, closure: Any = None) -> Any:
-        return self.optimizer.step(closure)
-
-
-def proxy_of_an_optimizer(job: Job) -> None:
-    model = job.ddp(mlp())
-    optimizer = adamw(model)
-    train(job, model, Proxy(optimizer))
-    job.record_state(model, optimizer)
-
-
-def forward_inside_step(job: Job) -> None:
-    model = job.ddp(mlp())
-    optimizer = adamw(model)
-    for step in range(STEPS):
-
-        def closure(step: int = step) -> Any:
-            optimizer.zero_grad()
-            loss = model(job.inputs(step)).square().mean()
-            loss.backward()
-            return loss
-
-        job.record("loss", optimizer.step(closure))
-    job.record_state(model, optimizer)
-
-
 class Lookahead(torch.optim.Optimizer):
     """Never initialised, with some of the hooks that it would have; slow weights follow."""
 
@@ -280,23 +234,9 @@ class Broken(torch.optim.SGD):
         raise ZeroDivisionError("no hooks here")
 
 
-def wrap_fails(job: Job) -> None:
-    model = job.ddp(mlp())
-    optimizer = Broken(model.parameters(), lr=0.1)
+@script(lambda model: Broken(model.parameters(), lr=0.1))
+def wrap_fails(job: Job, model: Any, optimizer: Any) -> None:
     train(job, model, optimizer)
-    job.record_state(model, optimizer)
-
-
-def first_forward_in_no_sync(job: Job) -> None:
-    model = job.ddp(mlp())
-    optimizer = sgd(model)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        with model.no_sync():
-            model(job.inputs(step)).square().mean().backward()
-        model(job.inputs(step + STEPS)).square().mean().backward()
-        optimizer.step()
-    job.record_state(model, optimizer)
 
 
 def evaluated_counted_and_copied(job: Job) -> None:
@@ -328,10 +268,8 @@ def compiled_later(job: Job) -> None:
     job.record_state(ddp, optimizer)
 
 
-def compiled_as_a_function(job: Job) -> None:
-    model = job.ddp(mlp())
-    optimizer = sgd(model)
-
+@script(sgd)
+def compiled_as_a_function(job: Job, model: Any, optimizer: Any) -> None:
     @torch.compile(backend="eager")
     def loss_of(x: Tensor) -> Tensor:
         return model(x).square().mean()  # type: ignore[no-any-return]
@@ -340,7 +278,6 @@ def compiled_as_a_function(job: Job) -> None:
         optimizer.zero_grad()
         loss_of(job.inputs(step)).backward()
         optimizer.step()
-    job.record_state(model, optimizer)
 
 
 def optimizer_compiled(job: Job) -> None:
@@ -359,40 +296,26 @@ def optimizer_compiled(job: Job) -> None:
     job.record_state(model)
 
 
-def wrapped_by_the_script(job: Job) -> None:
-    model = job.ddp(mlp())
-    optimizer = adamw(model)
+@script(adamw)
+def wrapped_by_the_script(job: Job, model: Any, optimizer: Any) -> None:
     if job.wrapped:
         bytesched.wrap(optimizer, model, policy="fifo")
     train(job, model, optimizer)
-    job.record_state(model, optimizer)
 
 
-def wrapped_late_by_the_script(job: Job) -> None:
-    model = job.ddp(mlp())
-    optimizer = adamw(model)
+@script(adamw)
+def wrapped_late_by_the_script(job: Job, model: Any, optimizer: Any) -> None:
     train(job, model, optimizer)
     if job.wrapped:
         bytesched.wrap(optimizer, model)
     train(job, model, optimizer)
-    job.record_state(model, optimizer)
 
 
-def declined_by_the_script(job: Job) -> None:
-    model = job.ddp(mlp())
-    optimizer = adamw(model)
+@script(adamw)
+def declined_by_the_script(job: Job, model: Any, optimizer: Any) -> None:
     if job.wrapped:
         bytesched.wrap(optimizer, model, enabled=False)
     train(job, model, optimizer)
-    job.record_state(model, optimizer)
-
-
-def sparse_gradients(job: Job) -> None:
-    model = job.ddp(nn.Embedding(16, 4, sparse=True))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    inputs = torch.arange(4) + job.rank
-    train(job, model, optimizer, inputs=lambda _: inputs)
-    job.record_state(model)
 
 
 class Special(nn.Parameter):
@@ -463,17 +386,11 @@ def second_optimizer_begins_later(job: Job) -> None:
     job.record_state(model, first, second)
 
 
-def slow_first_step(job: Job) -> None:
+@script(adamw, when="after_step")
+def slow_first_step(job: Job, model: Any, optimizer: Any, step: int) -> None:
     """One rank takes long over its first step, and the other over what comes after."""
-    model = job.ddp(mlp())
-    optimizer = adamw(model)
-
-    def late(step: int) -> None:
-        if job.wrapped and step == job.rank:
-            time.sleep(2.0)
-
-    train(job, model, optimizer, after_step=late)
-    job.record_state(model, optimizer)
+    if job.wrapped and step == job.rank:
+        time.sleep(2.0)
 
 
 def state_made_by_one_rank(job: Job) -> None:
@@ -490,141 +407,35 @@ def state_made_by_one_rank(job: Job) -> None:
     job.record_state(model, optimizer)
 
 
-def one_rank_steps_before(job: Job) -> None:
+@script(sgd)
+def one_rank_steps_before(job: Job, model: Any, optimizer: Any) -> None:
     """A step of the script's own that changes nothing, on one rank alone."""
-    model = job.ddp(mlp())
-    optimizer = sgd(model)
     if job.rank:
         optimizer.step()
     train(job, model, optimizer)
-    job.record_state(model, optimizer)
 
 
-def one_rank_has_other_settings(job: Job) -> None:
-    model = job.ddp(mlp())
-    optimizer = sgd(model)
+@script(sgd)
+def one_rank_has_other_settings(job: Job, model: Any, optimizer: Any) -> None:
     own = {"BYTESCHED_POLICY": "fifo"} if job.rank else {}
     with mock.patch.dict(os.environ, own):
         train(job, model, optimizer)
-    job.record_state(model, optimizer)
 
 
-def one_rank_leaves_it(job: Job) -> None:
+@script(sgd)
+def one_rank_leaves_it(job: Job, model: Any, optimizer: Any) -> None:
     """Its model cannot be wrapped, which that rank finds out by itself."""
-    model = job.ddp(mlp())
-    optimizer = sgd(model)
     if job.rank:
         model._comm_hooks.append("one that changes nothing")
     train(job, model, optimizer)
-    job.record_state(model, optimizer)
 
 
-def wrap_fails_on_one_rank(job: Job) -> None:
+@script(sgd)
+def wrap_fails_on_one_rank(job: Job, model: Any, optimizer: Any) -> None:
     """After all have agreed to wrap, and after they have connected."""
-    model = job.ddp(mlp())
-    optimizer = sgd(model)
     broken = mock.patch.object(ddp, "add_optimizer", side_effect=AttributeError("no such hook"))
     with broken if job.wrapped and job.rank else contextlib.nullcontext():
         train(job, model, optimizer)
-    job.record_state(model, optimizer)
-
-
-def around_ddp_everywhere(job: Job) -> None:
-    """Squares of each rank's own gradients, and inputs made worse by passes around DDP."""
-    model = job.ddp(mlp())
-    optimizer = adamw(model)
-    for step in range(2 * STEPS):
-        x = job.inputs(step)
-        for _ in range(2):
-            x = x.detach().requires_grad_()
-            model.module(x).square().mean().backward()
-            assert x.grad is not None
-            x = x + 0.1 * x.grad.sign()
-        train(job, model, optimizer, first_step=step, steps=1)
-        optimizer.zero_grad()
-        model.module(x.detach()).square().mean().backward()
-        job.record("squares", [p.grad.square().sum() for p in model.parameters()])
-    job.record_state(model, optimizer)
-
-
-def around_ddp_on_one_rank(job: Job) -> None:
-    model = job.ddp(mlp())
-    optimizer = adamw(model)
-
-    def probe(step: int) -> None:
-        if step % 4 == 3 and job.rank == 0:
-            x = job.inputs(100 + step).requires_grad_()
-            model.module(x)[0, 0].backward()
-            job.record("saliency", x.grad)
-            model.zero_grad()
-        if step > STEPS:
-            job.barrier()
-
-    train(job, model, optimizer, steps=2 * STEPS, after_step=probe)
-    job.record_state(model, optimizer)
-
-
-def frozen_when_wrapped(job: Job) -> None:
-    """A layer that DDP averages is thawed when the others have been trained for a while."""
-    module = mlp()
-    model = job.ddp(module, find_unused_parameters=True)
-    module[2].requires_grad_(False)
-    optimizer = adamw(model)
-    train(job, model, optimizer)
-    module[2].requires_grad_(True)
-    train(job, model, optimizer, first_step=STEPS)
-    job.record_state(model, optimizer)
-
-
-def shared_encoder(job: Job) -> None:
-    """Two DDPs over one encoder; only the first one's optimizer has it."""
-    encoder = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
-    models = [job.ddp(nn.Sequential(encoder, nn.Linear(8, width))) for width in (1, 4)]
-    optimizers = [adamw(models[0]), adamw(models[1].module[1])]
-    for step in range(2 * STEPS):
-        for model, optimizer in zip(models, optimizers, strict=True):
-            train(job, model, optimizer, first_step=step, steps=1)
-    for model, optimizer in zip(models, optimizers, strict=True):
-        job.record_state(model, optimizer)
-
-
-def put_into_a_new_ddp(job: Job) -> None:
-    """After a checkpoint was loaded; the old one is still there."""
-    module = mlp()
-    for turn in range(2):
-        model = job.ddp(module)
-        model.module.load_state_dict(copy.deepcopy(module.state_dict()))
-        optimizer = adamw(model)
-        train(job, model, optimizer, first_step=turn * STEPS)
-    job.record_state(model, optimizer)
-
-
-def forward_called_by_name(job: Job) -> None:
-    """In turn with a call of the model, and inside no_sync() for the first of two passes."""
-    model = job.ddp(mlp())
-    optimizer = sgd(model)
-    for step in range(4 * STEPS):
-        call = model if step % 3 == 0 else model.forward
-        with contextlib.nullcontext() if step % 2 else model.no_sync():
-            loss = call(job.inputs(step)).square().mean()
-            loss.backward()
-        job.record("loss", loss)
-        if step % 2:
-            optimizer.step()
-            optimizer.zero_grad()
-    job.record_state(model, optimizer)
-
-
-def hook_registered_later(job: Job) -> None:
-    """When the model is wrapped already: from then on DDP compresses."""
-    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
-
-    model = job.ddp(mlp())
-    optimizer = adamw(model)
-    train(job, model, optimizer)
-    model.register_comm_hook(None, fp16_compress_hook)
-    train(job, model, optimizer, first_step=STEPS)
-    job.record_state(model, optimizer)
 
 
 def dropped(job: Job) -> None:
@@ -642,78 +453,28 @@ def dropped(job: Job) -> None:
     job.record("gone", settles(lambda: not any(thing() is not None for thing in things)))
 
 
-CASES: dict[str, Case] = {
-    case.__name__: case
-    for case in (
-        optimizer_after_ddp,
-        optimizer_before_ddp,
-        mixed_by_all_to_alls,
-        mixed_by_functional_all_to_alls,
-        two_models,
-        two_models_of_one_optimizer,
-        two_optimizers,
-        another_optimizer_is_never_used,
-        a_new_optimizer_in_the_middle,
-        one_of_two_optimizers_is_replaced,
-        optimizers_take_turns,
-        ddp_made_again,
-        optimizer_inside_an_optimizer,
-        proxy_of_an_optimizer,
-        forward_inside_step,
-        lookahead,
-        wrap_fails,
-        first_forward_in_no_sync,
-        evaluated_counted_and_copied,
-        compiled_later,
-        compiled_as_a_function,
-        optimizer_compiled,
-        wrapped_by_the_script,
-        wrapped_late_by_the_script,
-        declined_by_the_script,
-        sparse_gradients,
-        special_parameters,
-        inside_join,
-        stepped_inside_backward,
-        never_trained,
-        no_ddp,
-        second_optimizer_begins_later,
-        slow_first_step,
-        state_made_by_one_rank,
-        one_rank_steps_before,
-        one_rank_has_other_settings,
-        one_rank_leaves_it,
-        wrap_fails_on_one_rank,
-        around_ddp_everywhere,
-        around_ddp_on_one_rank,
-        frozen_when_wrapped,
-        shared_encoder,
-        put_into_a_new_ddp,
-        forward_called_by_name,
-        hook_registered_later,
-        dropped,
-    )
-}
+class WatchedJob(Job):
+    """A job whose optimizers nobody wraps but who watches."""
+
+    def wrap(self, optimizer: torch.optim.Optimizer, model: nn.Module, **fields: Any) -> Any:
+        return optimizer
 
 
-class Said(logging.Handler):
-    """Collects what is logged."""
+def run_all(
+    cases: dict[str, tuple[tuple[str, str], tuple[Any, ...]]], watched: list[int] | None = None
+) -> None:
+    """Runs cases plainly, then watched, on some ranks alone or on all.
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
+    Prints a line of JSON about each.
 
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
+    Args:
+        cases: where they are, and what they are given.
+    """
 
+    def case_at(address: tuple[str, str], args: tuple[Any, ...]) -> Case:
+        return lambda job: resolve(address)(job, *args)
 
-def run_all(names: list[str]) -> None:
-    """Runs cases plainly, then watched, and prints a line of JSON about each."""
-    run_both_ways({name: CASES[name] for name in names}, Job)
-
-
-def run_some(name: str, watched: list[int]) -> None:
-    """Runs a case plainly, then watched on some ranks alone, and prints a line of JSON about it."""
-    run_both_ways({name: CASES[name]}, Job, watched)
+    run_both_ways({name: case_at(*case) for name, case in cases.items()}, WatchedJob, watched)
 
 
 def run_both_ways(
@@ -722,19 +483,17 @@ def run_both_ways(
     plain = {name: _job(kind, case, wrapped=False) for name, case in cases.items()}
     if watched is None or kind.own_rank() in watched:
         watch()
-    said = Said()
-    logging.getLogger("bytesched").addHandler(said)
     for name, case in cases.items():
-        said.lines.clear()
-        job = _job(kind, case, wrapped=True)
-        modes = [entry.session.stats()["mode"] for entry in registry._entries]
-        found = [
-            line
-            for (what, expected), (_, got) in zip(plain[name].records, job.records, strict=True)
-            for line in differences(expected, got, what)
-        ]
-        _forget()
-        print(json.dumps({"case": name, "modes": modes, "different": found, "said": said.lines}))
+        with listening() as said:
+            job = _job(kind, case, wrapped=True)
+            modes = [entry.session.stats()["mode"] for entry in registry._entries]
+            found = [
+                line
+                for (what, expected), (_, got) in zip(plain[name].records, job.records, strict=True)
+                for line in differences(expected, got, what)
+            ]
+            _forget()
+        print(json.dumps({"case": name, "modes": modes, "different": found, "said": said}))
         sys.stdout.flush()
         kind.barrier()
 

@@ -12,21 +12,23 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from training import STEPS, Job, adamw, mlp, sgd, train
+from training import STEPS, Job, adamw, backward, mlp, script, sgd, train
 
 from bytesched.plugins.bench.machine import reset_peak as resident_bytes
 from bytesched.plugins.c10d.shell import take_over
 
 
-def by_hand(job: Job, module: nn.Module | None = None, **arguments: Any) -> Any:
-    """A model under DDP that waits for nothing until it is told."""
-    model = job.ddp(module or mlp(), **arguments)
-    model.require_manual_backward_finalization = True
-    return model
+class ByHandJob(Job):
+    """A job whose models under DDP wait for nothing until they are told."""
+
+    def ddp(self, module: nn.Module, **arguments: Any) -> Any:
+        model = super().ddp(module, **arguments)
+        model.require_manual_backward_finalization = True
+        return model
 
 
 def finalized(job: Job, **arguments: Any) -> None:
-    model = by_hand(job, **arguments)
+    model = job.ddp(mlp(), **arguments)
     optimizer = job.wrap(adamw(model), model)
 
     def finalize(step: int) -> None:
@@ -45,52 +47,40 @@ def finalized_static_graph(job: Job) -> None:
     finalized(job, static_graph=True)
 
 
-def finalized_and_clipped(job: Job) -> None:
-    model = by_hand(job)
-    optimizer = job.wrap(sgd(model), model)
-
-    def clip(step: int) -> None:
-        model.finalize_backward()
-        job.record("norm", nn.utils.clip_grad_norm_(model.parameters(), 0.1))
-
-    train(job, model, optimizer, before_step=clip)
-    job.record_state(model, optimizer)
+@script(sgd, when="before_step")
+def finalized_and_clipped(job: Job, model: Any, optimizer: Any, step: int) -> None:
+    model.finalize_backward()
+    job.record("norm", nn.utils.clip_grad_norm_(model.parameters(), 0.1))
 
 
-def finalized_late(job: Job) -> None:
+@script(adamw)
+def finalized_late(job: Job, model: Any, optimizer: Any) -> None:
     """The step is made when the next iteration begins."""
-    model = by_hand(job)
-    optimizer = job.wrap(adamw(model), model)
     for step in range(STEPS + 1):
         if step:
             model.finalize_backward()
             optimizer.step()
             optimizer.zero_grad()
         if step < STEPS:
-            loss = model(job.inputs(step)).square().mean()
-            loss.backward()
+            loss = backward(job, model, step)
             job.record("loss", loss)
-    job.record_state(model, optimizer)
 
 
-def finalized_after_no_sync(job: Job) -> None:
-    model = by_hand(job)
-    optimizer = job.wrap(sgd(model), model)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        with model.no_sync():
-            model(job.inputs(step)).square().mean().backward()
-        model(job.inputs(step + 50)).square().mean().backward()
-        model.finalize_backward()
-        job.record("gradients", [p.grad for p in model.parameters()])
-        optimizer.step()
-    job.record_state(model, optimizer)
+@script(sgd, when="step")
+def finalized_after_no_sync(job: Job, model: Any, optimizer: Any, step: int) -> None:
+    optimizer.zero_grad()
+    with model.no_sync():
+        model(job.inputs(step)).square().mean().backward()
+    model(job.inputs(step + 50)).square().mean().backward()
+    model.finalize_backward()
+    job.record("gradients", [p.grad for p in model.parameters()])
+    optimizer.step()
 
 
 def finalized_in_backward(job: Job, wrapped_from: int, looks_for_unused: bool) -> None:
     """Where DDP lets it, a hook makes the step while backward goes on in front of the model."""
     front = nn.Linear(8, 8)
-    model = by_hand(job, find_unused_parameters=looks_for_unused)
+    model = job.ddp(mlp(), find_unused_parameters=looks_for_unused)
     optimizer = adamw(model)
 
     def end(*_: object) -> None:
@@ -113,16 +103,14 @@ def finalized_in_backward(job: Job, wrapped_from: int, looks_for_unused: bool) -
     job.record_state(model, optimizer)
 
 
-def finalized_once_unwrapped(job: Job) -> None:
+@script(adamw)
+def finalized_once_unwrapped(job: Job, model: Any, optimizer: Any) -> None:
     """DDP does as it was told when it has its gradients back."""
-    model = by_hand(job)
-    optimizer = job.wrap(adamw(model), model)
     train(job, model, optimizer, before_step=lambda _: model.finalize_backward())
     job.unwrap(optimizer)
     train(job, model, optimizer, before_step=lambda _: model.finalize_backward())
     model.require_manual_backward_finalization = False
     train(job, model, optimizer)
-    job.record_state(model, optimizer)
 
 
 def lazy_buckets(job: Job, **arguments: Any) -> None:
@@ -164,8 +152,8 @@ def lazy_and_finalized(job: Job) -> None:
 
 def finalized_unasked() -> str:
     """What a hook is told that finalizes inside backward without asking."""
-    with closing(Job(wrapped=True)) as job:
-        model = by_hand(job)
+    with closing(ByHandJob(wrapped=True)) as job:
+        model = job.ddp(mlp())
         job.wrap(adamw(model), model)
         inputs = job.inputs(0).requires_grad_()
         inputs.register_hook(lambda _: model.finalize_backward())
@@ -190,7 +178,7 @@ def freed_bytes() -> int:
 
 def finalized_first(job: Job) -> None:
     """Wrapped between two steps of a script that finalizes late: nothing is lost."""
-    model = by_hand(job)
+    model = job.ddp(mlp())
     optimizer = adamw(model)
     for step in range(STEPS):
         optimizer.zero_grad()
@@ -205,7 +193,7 @@ def finalized_first(job: Job) -> None:
 
 def copied_and_saved(job: Job) -> None:
     """Copies of a wrapped model are DDP's own, and finalize what they have reduced."""
-    model = by_hand(job)
+    model = job.ddp(mlp())
     optimizer = job.wrap(adamw(model), model)
     train(job, model, optimizer, before_step=lambda step: model.finalize_backward())
     file = io.BytesIO()

@@ -12,204 +12,133 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.utils.checkpoint import checkpoint
-from training import STEPS, Job, adamw, as_array, mlp, sgd, train
+from training import STEPS, Job, adamw, as_array, mlp, script, sgd, train
 
 
-def no_sync(job: Job) -> None:
-    model = job.ddp(mlp())
-    optimizer = job.wrap(sgd(model), model)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        for micro in range(3):
-            with model.no_sync() if micro < 2 else contextlib.nullcontext():
-                loss = model(job.inputs(10 * step + micro)).square().mean() / 3
-                loss.backward()
-            if micro == 0:
-                job.record("local gradients", [p.grad for p in model.parameters()])
-            job.record("loss", loss)
-        optimizer.step()
-    job.record_state(model, optimizer)
-
-
-def sync_attribute(job: Job) -> None:
-    """Accumulation by setting DDP's attribute, which counts at forward and not at backward."""
-    model = job.ddp(mlp())
-    optimizer = job.wrap(adamw(model), model)
-    for step in range(STEPS):
-        for micro in range(3):
-            model.require_backward_grad_sync = micro == 2
-            loss = model(job.inputs(10 * step + micro)).square().mean()
-            model.require_backward_grad_sync = micro != 2
+@script(sgd, when="step")
+def no_sync(job: Job, model: Any, optimizer: Any, step: int) -> None:
+    optimizer.zero_grad()
+    for micro in range(3):
+        with model.no_sync() if micro < 2 else contextlib.nullcontext():
+            loss = model(job.inputs(10 * step + micro)).square().mean() / 3
             loss.backward()
-            job.record("loss", loss)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-    job.record_state(model, optimizer)
-
-
-def accumulation_of_averages(job: Job) -> None:
-    """Several synchronised backwards per step."""
-    model = job.ddp(mlp())
-    optimizer = job.wrap(sgd(model), model)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        for micro in range(3):
-            model(job.inputs(10 * step + micro)).square().mean().backward()
-        optimizer.step()
-    job.record_state(model, optimizer)
-
-
-def several_forwards_one_backward(job: Job) -> None:
-    model = job.ddp(mlp())
-    optimizer = job.wrap(sgd(model), model)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        one, other = model(job.inputs(step)), model(job.inputs(step + 100))
-        loss = (one - other).square().mean()
-        loss.backward()
-        optimizer.step()
+        if micro == 0:
+            job.record("local gradients", [p.grad for p in model.parameters()])
         job.record("loss", loss)
-    job.record_state(model, optimizer)
+    optimizer.step()
 
 
-def clip_norm(job: Job) -> None:
-    model = job.ddp(mlp())
-    optimizer = job.wrap(adamw(model), model)
+@script(adamw, when="step")
+def sync_attribute(job: Job, model: Any, optimizer: Any, step: int) -> None:
+    """Accumulation by setting DDP's attribute, which counts at forward and not at backward."""
+    for micro in range(3):
+        model.require_backward_grad_sync = micro == 2
+        loss = model(job.inputs(10 * step + micro)).square().mean()
+        model.require_backward_grad_sync = micro != 2
+        loss.backward()
+        job.record("loss", loss)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
 
-    def clip(step: int) -> None:
-        job.record("norm", clip_grad_norm_(model.parameters(), 0.05, foreach=step % 2 == 0))
 
-    train(job, model, optimizer, before_step=clip)
-    job.record_state(model, optimizer)
+@script(sgd, when="step")
+def accumulation_of_averages(job: Job, model: Any, optimizer: Any, step: int) -> None:
+    """Several synchronised backwards per step."""
+    optimizer.zero_grad()
+    for micro in range(3):
+        model(job.inputs(10 * step + micro)).square().mean().backward()
+    optimizer.step()
 
 
-def clip_by_total_norm(job: Job) -> None:
+@script(sgd, when="step")
+def several_forwards_one_backward(job: Job, model: Any, optimizer: Any, step: int) -> None:
+    optimizer.zero_grad()
+    one, other = model(job.inputs(step)), model(job.inputs(step + 100))
+    loss = (one - other).square().mean()
+    loss.backward()
+    optimizer.step()
+    job.record("loss", loss)
+
+
+@script(adamw, when="before_step")
+def clip_norm(job: Job, model: Any, optimizer: Any, step: int) -> None:
+    job.record("norm", clip_grad_norm_(model.parameters(), 0.05, foreach=step % 2 == 0))
+
+
+@script(sgd, when="before_step")
+def clip_by_total_norm(job: Job, model: Any, optimizer: Any, step: int) -> None:
     """The two halves of clipping called one by one, on the gradients the user listed."""
-    model = job.ddp(mlp())
-    optimizer = job.wrap(sgd(model), model)
-
-    def clip(_: int) -> None:
-        norm = nn.utils.get_total_norm([p.grad for p in model.parameters()])
-        job.record("norm", norm)
-        nn.utils.clip_grads_with_norm_(model.parameters(), 0.05, norm)
-
-    train(job, model, optimizer, before_step=clip)
-    job.record_state(model, optimizer)
+    norm = nn.utils.get_total_norm([p.grad for p in model.parameters()])
+    job.record("norm", norm)
+    nn.utils.clip_grads_with_norm_(model.parameters(), 0.05, norm)
 
 
-def clip_value(job: Job) -> None:
-    model = job.ddp(mlp())
-    optimizer = job.wrap(sgd(model), model)
-    train(
-        job,
-        model,
-        optimizer,
-        before_step=lambda _: clip_grad_value_(model.parameters(), 0.01),
-    )
-    job.record_state(model, optimizer)
+@script(sgd, when="before_step")
+def clip_value(job: Job, model: Any, optimizer: Any, step: int) -> None:
+    clip_grad_value_(model.parameters(), 0.01)
 
 
-def clip_some(job: Job) -> None:
+@script(sgd, when="before_step")
+def clip_some(job: Job, model: Any, optimizer: Any, step: int) -> None:
     """Only the last layer's gradients are touched between backward and step."""
-    model = job.ddp(mlp())
-    optimizer = job.wrap(sgd(model), model)
     last = list(model.parameters())[-2:]
-    train(job, model, optimizer, before_step=lambda _: clip_grad_norm_(last, 0.05))
-    job.record_state(model, optimizer)
+    clip_grad_norm_(last, 0.05)
 
 
-def gradients_scaled_in_place(job: Job) -> None:
-    model = job.ddp(mlp())
-    optimizer = job.wrap(adamw(model), model)
-
-    def halve(_: int) -> None:
-        for p in model.parameters():
-            p.grad.mul_(0.5)
-
-    train(job, model, optimizer, before_step=halve)
-    job.record_state(model, optimizer)
+@script(adamw, when="before_step")
+def gradients_scaled_in_place(job: Job, model: Any, optimizer: Any, step: int) -> None:
+    for p in model.parameters():
+        p.grad.mul_(0.5)
 
 
-def gradients_written_through_data(job: Job) -> None:
+@script(sgd, when="before_step")
+def gradients_written_through_data(job: Job, model: Any, optimizer: Any, step: int) -> None:
     """Noise added to `p.grad.data`, and one row set to zero by indexing."""
-    model = job.ddp(mlp())
-    optimizer = job.wrap(sgd(model), model)
     weights = [p for p in model.parameters() if p.ndim > 1]
-
-    def disturb(_: int) -> None:
-        for p in weights:
-            p.grad.data.add_(0.01)
-            p.grad[0] = 0
-
-    train(job, model, optimizer, before_step=disturb)
-    job.record_state(model, optimizer)
+    for p in weights:
+        p.grad.data.add_(0.01)
+        p.grad[0] = 0
 
 
-def gradients_replaced(job: Job) -> None:
-    model = job.ddp(mlp())
-    optimizer = job.wrap(sgd(model), model)
-
-    def replace(step: int) -> None:
-        for index, p in enumerate(model.parameters()):
-            if (index + step) % 3 == 0:
-                p.grad = p.grad.sign() if step % 2 else torch.ones_like(p)
-
-    train(job, model, optimizer, before_step=replace)
-    job.record_state(model, optimizer)
+@script(sgd, when="before_step")
+def gradients_replaced(job: Job, model: Any, optimizer: Any, step: int) -> None:
+    for index, p in enumerate(model.parameters()):
+        if (index + step) % 3 == 0:
+            p.grad = p.grad.sign() if step % 2 else torch.ones_like(p)
 
 
-def gradients_dropped(job: Job) -> None:
+@script(adamw, when="before_step")
+def gradients_dropped(job: Job, model: Any, optimizer: Any, step: int) -> None:
     """A gradient set to None after backward: its parameter must not move."""
-    model = job.ddp(mlp())
-    optimizer = job.wrap(adamw(model), model)
-
-    def drop(step: int) -> None:
-        for index, p in enumerate(model.parameters()):
-            if index % STEPS == step:
-                p.grad = None
-
-    train(job, model, optimizer, before_step=drop)
-    job.record_state(model, optimizer)
+    for index, p in enumerate(model.parameters()):
+        if index % STEPS == step:
+            p.grad = None
 
 
-def gradients_read(job: Job) -> None:
+@script(sgd, when="before_step")
+def gradients_read(job: Job, model: Any, optimizer: Any, step: int) -> None:
     """Every way of looking at a gradient between backward and step."""
-    model = job.ddp(mlp())
-    optimizer = job.wrap(sgd(model), model)
-
-    def look(step: int) -> None:
-        grads = [p.grad for p in model.parameters()]
-        first = grads[step % len(grads)]
-        job.record("printed", repr(first))
-        job.record("listed", first.tolist())
-        job.record("norm", first.norm())
-        job.record("data", first.data)
-        job.record("array", as_array(first))
-        job.record("item", float(first.flatten()[0]))
-        job.record("stacked", torch.cat([grad.flatten() for grad in grads]))
-        job.record("grouped", torch._foreach_norm(grads))
-        job.record("kept", first.clone())
-
-    train(job, model, optimizer, before_step=look)
-    job.record_state(model, optimizer)
+    grads = [p.grad for p in model.parameters()]
+    first = grads[step % len(grads)]
+    job.record("printed", repr(first))
+    job.record("listed", first.tolist())
+    job.record("norm", first.norm())
+    job.record("data", first.data)
+    job.record("array", as_array(first))
+    job.record("item", float(first.flatten()[0]))
+    job.record("stacked", torch.cat([grad.flatten() for grad in grads]))
+    job.record("grouped", torch._foreach_norm(grads))
+    job.record("kept", first.clone())
 
 
-def gradients_read_after_step(job: Job) -> None:
-    model = job.ddp(mlp())
-    optimizer = job.wrap(sgd(model), model)
-    train(
-        job,
-        model,
-        optimizer,
-        after_step=lambda _: job.record("gradients", [p.grad for p in model.parameters()]),
-    )
-    job.record_state(model, optimizer)
+@script(sgd, when="after_step")
+def gradients_read_after_step(job: Job, model: Any, optimizer: Any, step: int) -> None:
+    job.record("gradients", [p.grad for p in model.parameters()])
 
 
-def gradients_kept(job: Job) -> None:
+@script(sgd)
+def gradients_kept(job: Job, model: Any, optimizer: Any) -> None:
     """References to gradients that outlive `zero_grad` and later steps."""
-    model = job.ddp(mlp())
-    optimizer = job.wrap(sgd(model), model)
     kept: list[Tensor] = []
     train(
         job,
@@ -218,13 +147,11 @@ def gradients_kept(job: Job) -> None:
         before_step=lambda _: kept.extend(p.grad for p in model.parameters()),
     )
     job.record("kept", kept)
-    job.record_state(model, optimizer)
 
 
-def zeroed(job: Job, how: str) -> None:
+@script(sgd)
+def zeroed(job: Job, model: Any, optimizer: Any, how: str) -> None:
     """Every way of clearing gradients, right after the step and at the head of the loop."""
-    model = job.ddp(mlp())
-    optimizer = job.wrap(sgd(model), model)
 
     def zero() -> None:
         if how == "to_none":
@@ -252,7 +179,6 @@ def zeroed(job: Job, how: str) -> None:
     train(job, model, optimizer, zero_grad=zero, after_step=lambda _: zero())
     train(job, model, optimizer, zero_grad=zero, first_step=STEPS)
     job.record("gradients", [p.grad for p in model.parameters()])
-    job.record_state(model, optimizer)
 
 
 ZEROINGS = (
@@ -300,10 +226,9 @@ def user_hooks_after_accumulation(job: Job, made: str) -> None:
     job.record_state(model, optimizer)
 
 
-def user_hooks_registered_late(job: Job) -> None:
+@script(sgd)
+def user_hooks_registered_late(job: Job, model: Any, optimizer: Any) -> None:
     """Hooks that come when rounds have settled, of each parameter at another time."""
-    model = job.ddp(mlp())
-    optimizer = job.wrap(sgd(model), model)
     parameters = list(model.parameters())
 
     def triple(p: Tensor) -> None:
@@ -315,7 +240,6 @@ def user_hooks_registered_late(job: Job) -> None:
             parameters[step].register_post_accumulate_grad_hook(triple)
 
     train(job, model, optimizer, before_step=before_step)
-    job.record_state(model, optimizer)
 
 
 def norms_of_nested_passes(job: Job) -> None:
@@ -348,23 +272,16 @@ def norms_of_nested_passes(job: Job) -> None:
     job.record_state(model, optimizer)
 
 
-def gradients_zeroed_before_step(job: Job) -> None:
+@script(sgd, when="before_step")
+def gradients_zeroed_before_step(job: Job, model: Any, optimizer: Any, step: int) -> None:
     """A step with nothing to apply, and one with zeros, which still moves the momentum."""
-    model = job.ddp(mlp())
-    optimizer = job.wrap(sgd(model), model)
-
-    def zero(step: int) -> None:
-        if step % 3:
-            optimizer.zero_grad(set_to_none=step % 3 == 1)
-
-    train(job, model, optimizer, before_step=zero)
-    job.record_state(model, optimizer)
+    if step % 3:
+        optimizer.zero_grad(set_to_none=step % 3 == 1)
 
 
-def collectives_of_the_user(job: Job) -> None:
+@script(sgd)
+def collectives_of_the_user(job: Job, model: Any, optimizer: Any) -> None:
     """Gradients and weights handed to `torch.distributed`, which reads them in C++."""
-    model = job.ddp(mlp())
-    optimizer = job.wrap(sgd(model), model)
     parameters = list(model.parameters())
 
     def average(step: int) -> None:
@@ -383,68 +300,56 @@ def collectives_of_the_user(job: Job) -> None:
             dist.broadcast(other, 1)
 
     train(job, model, optimizer, before_step=average, after_step=gather)
-    job.record_state(model, optimizer)
 
 
-def autograd_grad(job: Job) -> None:
+@script(sgd, when="step")
+def autograd_grad(job: Job, model: Any, optimizer: Any, step: int) -> None:
     """`autograd.grad` goes past DDP; the script averages by itself and sets `p.grad`."""
-    model = job.ddp(mlp())
-    optimizer = job.wrap(sgd(model), model)
     parameters = list(model.parameters())
-    for step in range(STEPS):
-        loss = model(job.inputs(step)).square().mean()
-        grads = torch.autograd.grad(loss, parameters)
-        for p, grad in zip(parameters, grads, strict=True):
-            dist.all_reduce(grad)
-            p.grad = grad / 2
-        job.record("loss", loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        if step % 3 == 0:
-            train(job, model, optimizer, steps=1, first_step=step)
-    job.record_state(model, optimizer)
+    loss = model(job.inputs(step)).square().mean()
+    grads = torch.autograd.grad(loss, parameters)
+    for p, grad in zip(parameters, grads, strict=True):
+        dist.all_reduce(grad)
+        p.grad = grad / 2
+    job.record("loss", loss)
+    optimizer.step()
+    optimizer.zero_grad()
+    if step % 3 == 0:
+        train(job, model, optimizer, steps=1, first_step=step)
 
 
-def functional_call(job: Job) -> None:
+@script(sgd, when="after_step")
+def functional_call(job: Job, model: Any, optimizer: Any, step: int) -> None:
     """A look at the loss elsewhere, with weights that are not the model's."""
-    model = job.ddp(mlp())
-    optimizer = job.wrap(sgd(model), model)
-
-    def look(step: int) -> None:
-        shifted = {name: p + 0.1 for name, p in model.module.named_parameters()}
-        out = torch.func.functional_call(model.module, shifted, (job.inputs(step),))
-        job.record("elsewhere", out)
-
-    train(job, model, optimizer, after_step=look)
-    job.record_state(model, optimizer)
+    shifted = {name: p + 0.1 for name, p in model.module.named_parameters()}
+    out = torch.func.functional_call(model.module, shifted, (job.inputs(step),))
+    job.record("elsewhere", out)
 
 
-def gradient_penalty(job: Job) -> None:
+@script(
+    sgd,
+    module=lambda: nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4, bias=False)),
+    when="step",
+)
+def gradient_penalty(job: Job, model: Any, optimizer: Any, step: int) -> None:
     """Double backward: the loss contains the gradient of the output by the input."""
-    model = job.ddp(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4, bias=False)))
-    optimizer = job.wrap(sgd(model), model)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        inputs = job.inputs(step).requires_grad_()
-        out = model(inputs).square().mean()
-        (slope,) = torch.autograd.grad(out, inputs, create_graph=True)
-        loss = out + slope.square().sum()
-        loss.backward()
-        optimizer.step()
-        job.record("loss", loss)
-    job.record_state(model, optimizer)
+    optimizer.zero_grad()
+    inputs = job.inputs(step).requires_grad_()
+    out = model(inputs).square().mean()
+    (slope,) = torch.autograd.grad(out, inputs, create_graph=True)
+    loss = out + slope.square().sum()
+    loss.backward()
+    optimizer.step()
+    job.record("loss", loss)
 
 
-def two_losses(job: Job) -> None:
+@script(sgd, when="step")
+def two_losses(job: Job, model: Any, optimizer: Any, step: int) -> None:
     """Two graphs that share the model's forward, run backward together."""
-    model = job.ddp(mlp())
-    optimizer = job.wrap(sgd(model), model)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        out = model(job.inputs(step))
-        torch.autograd.backward([out.square().mean(), out.abs().mean()])
-        optimizer.step()
-    job.record_state(model, optimizer)
+    optimizer.zero_grad()
+    out = model(job.inputs(step))
+    torch.autograd.backward([out.square().mean(), out.abs().mean()])
+    optimizer.step()
 
 
 def compressing(job: Job, model: Any, dtype: str) -> None:
@@ -491,10 +396,9 @@ def compressed_and_clipped(job: Job, dtype: str, views: bool) -> None:
     job.record_state(model, optimizer)
 
 
-def gradient_data_assigned(job: Job) -> None:
+@script(sgd)
+def gradient_data_assigned(job: Job, model: Any, optimizer: Any) -> None:
     """`p.grad.data` and `p.grad.set_()`: other memory under the same object."""
-    model = job.ddp(mlp())
-    optimizer = job.wrap(sgd(model), model)
 
     def assign(step: int) -> None:
         for index, p in enumerate(model.parameters()):
@@ -508,13 +412,11 @@ def gradient_data_assigned(job: Job) -> None:
     zero = partial(optimizer.zero_grad, set_to_none=False)
     train(job, model, optimizer, before_step=assign, zero_grad=zero)
     job.record("gradients", [p.grad for p in model.parameters()])
-    job.record_state(model, optimizer)
 
 
-def flat_gradients(job: Job, preset: str) -> None:
+@script(adamw)
+def flat_gradients(job: Job, model: Any, optimizer: Any, preset: str) -> None:
     """Gradients are views of one buffer of the script's own, which it reads, clips and zeroes."""
-    model = job.ddp(mlp())
-    optimizer = job.wrap(adamw(model), model)
     parameters = list(model.parameters())
     flat = torch.zeros(sum(p.numel() for p in parameters))
 
@@ -539,13 +441,11 @@ def flat_gradients(job: Job, preset: str) -> None:
     train(job, model, optimizer, before_step=clip, zero_grad=flat.zero_)
     job.record("flat", flat)
     job.record("gradients", [p.grad for p in parameters])
-    job.record_state(model, optimizer)
 
 
-def gradients_referred_to(job: Job) -> None:
+@script(sgd)
+def gradients_referred_to(job: Job, model: Any, optimizer: Any) -> None:
     """A list of the gradients made once; they stay the same tensors, and are zeroed in place."""
-    model = job.ddp(mlp())
-    optimizer = job.wrap(sgd(model), model)
     train(job, model, optimizer, steps=2)
     gradients = [p.grad for p in model.parameters()]
     flattened = [p.grad.view(-1) for p in model.parameters()]
@@ -559,13 +459,11 @@ def gradients_referred_to(job: Job) -> None:
 
     zero = partial(optimizer.zero_grad, set_to_none=False)
     train(job, model, optimizer, before_step=look, after_step=look, zero_grad=zero)
-    job.record_state(model, optimizer)
 
 
-def gradients_seen_through_views(job: Job) -> None:
+@script(sgd)
+def gradients_seen_through_views(job: Job, model: Any, optimizer: Any) -> None:
     """Views of gradients outlive them, and keep their values."""
-    model = job.ddp(mlp())
-    optimizer = job.wrap(sgd(model), model)
     kept: list[Tensor] = []
 
     def keep(step: int) -> None:
@@ -575,7 +473,6 @@ def gradients_seen_through_views(job: Job) -> None:
 
     train(job, model, optimizer, before_step=keep)
     job.record("kept", kept)
-    job.record_state(model, optimizer)
 
 
 def gradients_kept_by_a_hook(job: Job) -> None:
@@ -590,31 +487,27 @@ def gradients_kept_by_a_hook(job: Job) -> None:
     job.record_state(model, optimizer)
 
 
-def old_graph(job: Job) -> None:
+@script(sgd, when="step")
+def old_graph(job: Job, model: Any, optimizer: Any, step: int) -> None:
     """A graph that has saved weights from before the step: they are no more what they were."""
-    model = job.ddp(mlp())
-    optimizer = job.wrap(sgd(model), model)
     weights = [p for p in model.parameters() if p.ndim == 2]
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        x = job.inputs(step).requires_grad_()
-        loss = model(x).square().mean()
-        loss.backward(retain_graph=True)
-        optimizer.step()
-        for inputs in (x, *weights[:-1]):
-            try:
-                torch.autograd.grad(loss, inputs, retain_graph=True)
-            except RuntimeError as error:
-                job.record("refused", "modified by an inplace operation" in str(error))
-            else:
-                job.record("refused", None)
-    job.record_state(model, optimizer)
+    optimizer.zero_grad()
+    x = job.inputs(step).requires_grad_()
+    loss = model(x).square().mean()
+    loss.backward(retain_graph=True)
+    optimizer.step()
+    for inputs in (x, *weights[:-1]):
+        try:
+            torch.autograd.grad(loss, inputs, retain_graph=True)
+        except RuntimeError as error:
+            job.record("refused", "modified by an inplace operation" in str(error))
+        else:
+            job.record("refused", None)
 
 
-def arrays_of_gradients(job: Job) -> None:
+@script(sgd)
+def arrays_of_gradients(job: Job, model: Any, optimizer: Any) -> None:
     """Arrays of numpy over gradients and over views of them outlive both, and keep their values."""
-    model = job.ddp(mlp())
-    optimizer = job.wrap(sgd(model), model)
     kept: list[Any] = []
 
     def keep(step: int) -> None:
@@ -627,4 +520,3 @@ def arrays_of_gradients(job: Job) -> None:
     zero = partial(optimizer.zero_grad, set_to_none=False)
     train(job, model, optimizer, before_step=keep, zero_grad=zero)
     job.record("kept", [torch.from_numpy(array.copy()) for array in kept])
-    job.record_state(model, optimizer)

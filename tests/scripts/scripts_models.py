@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import warnings
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,18 +12,21 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
-from training import STEPS, Job, adamw, mlp, sgd, train
+from training import STEPS, Job, adamw, backward, mlp, script, sgd, train
 
 
 class TiedText(nn.Module):
-    """An embedding whose weight is also the output projection's."""
+    """An embedding whose weight, or its memory, is also the output projection's."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, by_data: bool = False) -> None:
         super().__init__()
         self.embed = nn.Embedding(12, 8)
         self.body = nn.Linear(8, 8)
         self.head = nn.Linear(8, 12, bias=False)
-        self.head.weight = self.embed.weight
+        if by_data:
+            self.head.weight.data = self.embed.weight.data
+        else:
+            self.head.weight = self.embed.weight
 
     def forward(self, tokens: Tensor) -> Any:
         return self.head(torch.tanh(self.body(self.embed(tokens))))
@@ -210,6 +214,7 @@ MODELS: dict[str, Any] = {
     "checkpoint": lambda: Checkpointed(reentrant=False),
     "checkpoint_reentrant": lambda: Checkpointed(reentrant=True),
     "tied": TiedText,
+    "tied_by_data": lambda: TiedText(by_data=True),
     "linear": lambda: nn.Linear(8, 4),
 }
 SHAPES = {"convolution": (3, 2, 4, 4), "encoder_layer": (2, 3, 8), "lstm": (3, 2, 8)}
@@ -217,7 +222,7 @@ SHAPES = {"convolution": (3, 2, 4, 4), "encoder_layer": (2, 3, 8), "lstm": (3, 2
 
 def batch(job: Job, name: str, step: int) -> Tensor:
     """The input of the model `name` at `step`."""
-    if name == "tied":
+    if name.startswith("tied"):
         return job.inputs(step, 4, 6).mul(100).long().remainder(12)
     x = job.inputs(step, *SHAPES.get(name, (4, 8)))
     return x.contiguous(memory_format=torch.channels_last) if name == "convolution" else x
@@ -257,10 +262,9 @@ def no_buffer_broadcast(job: Job) -> None:
     one_model(job, "batch_norm", broadcast_buffers=False)
 
 
-def unused(job: Job, turns: str) -> None:
+@script(adamw, module=Branching, find_unused_parameters=True)
+def unused(job: Job, model: Any, optimizer: Any, turns: str) -> None:
     """Parameters left out on some ranks in some steps; one layer is never used."""
-    model = job.ddp(Branching(), find_unused_parameters=True)
-    optimizer = job.wrap(adamw(model), model)
     plans = {
         "same_on_all_ranks": ["left", "right", "both"],
         "differing_ranks": ["left", "right", "both"] if job.rank else ["right", "right", "left"],
@@ -268,69 +272,61 @@ def unused(job: Job, turns: str) -> None:
     for step in range(3 * STEPS):
         model.module.turn = plans[turns][step % 3]
         optimizer.zero_grad(set_to_none=step % 2 == 0)
-        loss = model(job.inputs(step)).square().mean()
-        loss.backward()
+        loss = backward(job, model, step)
         job.record("gradients", [p.grad for p in model.parameters()])
         optimizer.step()
         job.record("loss", loss)
-    job.record_state(model, optimizer)
 
 
-def unused_and_accumulated(job: Job) -> None:
+@script(sgd, module=Branching, when="step", find_unused_parameters=True)
+def unused_and_accumulated(job: Job, model: Any, optimizer: Any, step: int) -> None:
     """What a `no_sync` pass used counts as used, whatever the synchronised pass uses."""
-    model = job.ddp(Branching(), find_unused_parameters=True)
-    optimizer = job.wrap(sgd(model), model)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        model.module.turn = "left" if job.rank else "both"
-        with model.no_sync():
-            model(job.inputs(step)).square().mean().backward()
-        model.module.turn = "right"
-        model(job.inputs(step + 50)).square().mean().backward()
-        job.record("gradients", [p.grad for p in model.parameters()])
-        optimizer.step()
-    job.record_state(model, optimizer)
-
-
-def unused_with_gradients_left(job: Job) -> None:
-    """What no rank used keeps the gradient that each rank has made of it, and is updated by it."""
-    model = job.ddp(Branching(), find_unused_parameters=True)
-    optimizer = job.wrap(sgd(model), model)
-    for step in range(3 * STEPS):
-        if step % 3 == 0:
-            optimizer.zero_grad()
-        model.module.turn = "left" if step % 3 else "both"
+    optimizer.zero_grad()
+    model.module.turn = "left" if job.rank else "both"
+    with model.no_sync():
         model(job.inputs(step)).square().mean().backward()
-        if step % 3 == 0:
-            torch._foreach_mul_([p.grad for p in model.module.right.parameters()], job.rank + 1)
-        if step % 3 == 2:
-            # Not before: what is read has memory of its own from then on.
-            job.record("gradients", [p.grad for p in model.parameters()])
-        optimizer.step()
-    job.record_state(model, optimizer)
-
-
-def unused_static(job: Job) -> None:
-    model = job.ddp(Branching(), static_graph=True)
-    optimizer = job.wrap(adamw(model), model)
-    train(job, model, optimizer)
+    model.module.turn = "right"
+    model(job.inputs(step + 50)).square().mean().backward()
     job.record("gradients", [p.grad for p in model.parameters()])
-    job.record_state(model, optimizer)
+    optimizer.step()
 
 
-def frozen_layer(job: Job) -> None:
+@script(sgd, module=Branching, when="step", steps=3 * STEPS, find_unused_parameters=True)
+def unused_with_gradients_left(job: Job, model: Any, optimizer: Any, step: int) -> None:
+    """What no rank used keeps the gradient that each rank has made of it, and is updated by it."""
+    if step % 3 == 0:
+        optimizer.zero_grad()
+    model.module.turn = "left" if step % 3 else "both"
+    model(job.inputs(step)).square().mean().backward()
+    if step % 3 == 0:
+        torch._foreach_mul_([p.grad for p in model.module.right.parameters()], job.rank + 1)
+    if step % 3 == 2:
+        # Not before: what is read has memory of its own from then on.
+        job.record("gradients", [p.grad for p in model.parameters()])
+    optimizer.step()
+
+
+@script(adamw, module=Branching, static_graph=True)
+def unused_static(job: Job, model: Any, optimizer: Any, to_none: bool = True) -> None:
+    train(job, model, optimizer, zero_grad=partial(optimizer.zero_grad, set_to_none=to_none))
+    job.record("gradients", [p.grad for p in model.parameters()])
+
+
+def frozen_mlp() -> nn.Sequential:
+    """One whose first layer is frozen."""
     module = mlp()
     module[0].requires_grad_(False)
-    model = job.ddp(module)
-    optimizer = job.wrap(sgd(model), model)
+    return module
+
+
+@script(sgd, frozen_mlp)
+def frozen_layer(job: Job, model: Any, optimizer: Any) -> None:
     train(job, model, optimizer)
-    job.record_state(model, optimizer)
 
 
 def unfrozen_under_new_ddp(job: Job) -> None:
     """The usual fine-tuning: freeze, train, unfreeze, wrap everything anew."""
-    module = mlp()
-    module[0].requires_grad_(False)
+    module = frozen_mlp()
     model = job.ddp(module)
     optimizer = job.wrap(sgd(model), model)
     train(job, model, optimizer, steps=4)
@@ -342,29 +338,19 @@ def unfrozen_under_new_ddp(job: Job) -> None:
     job.record_state(model, optimizer)
 
 
-def unfrozen_in_place(job: Job) -> None:
+@script(sgd, frozen_mlp)
+def unfrozen_in_place(job: Job, model: Any, optimizer: Any) -> None:
     """DDP does not average what was frozen at its construction; neither may anyone else."""
-    module = mlp()
-    module[0].requires_grad_(False)
-    model = job.ddp(module)
-    optimizer = job.wrap(sgd(model), model)
     train(job, model, optimizer, steps=3)
-    module[0].requires_grad_(True)
+    model.module[0].requires_grad_(True)
     train(job, model, optimizer, first_step=3)
-    job.record_state(model, optimizer)
 
 
-def frozen_for_a_while(job: Job) -> None:
-    """A layer that DDP averages is frozen for some steps and thawed again."""
-    module = mlp()
-    model = job.ddp(module, find_unused_parameters=True)
-    optimizer = job.wrap(sgd(model), model)
-    train(job, model, optimizer, steps=3)
-    module[2].requires_grad_(False)
-    train(job, model, optimizer, steps=3, first_step=3)
-    module[2].requires_grad_(True)
-    train(job, model, optimizer, steps=3, first_step=6)
-    job.record_state(model, optimizer)
+@script(adamw, when="after_step", steps=2 * STEPS, find_unused_parameters=True)
+def frozen_for_a_while(job: Job, model: Any, optimizer: Any, step: int) -> None:
+    """Layers that DDP averages are frozen and thawed by turns."""
+    for number, layer in enumerate(model.module):
+        layer.requires_grad_(number % 4 != 2 * (step % 2))
 
 
 def reused_layer(job: Job) -> None:
@@ -400,38 +386,31 @@ def scripted(job: Job, how: str) -> None:
     job.record_state(model, optimizer)
 
 
-def regularised(job: Job) -> None:
+@script(adamw, when="step")
+def regularised(job: Job, model: Any, optimizer: Any, step: int) -> None:
     """Weights that enter the loss outside of any forward pass."""
-    model = job.ddp(mlp())
-    optimizer = job.wrap(adamw(model), model)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        penalty = sum(p.square().sum() for p in model.parameters())
-        loss = model(job.inputs(step)).square().mean() + 0.01 * penalty
-        loss.backward()
-        optimizer.step()
-        job.record("loss", loss)
-    job.record_state(model, optimizer)
+    optimizer.zero_grad()
+    penalty = sum(p.square().sum() for p in model.parameters())
+    loss = model(job.inputs(step)).square().mean() + 0.01 * penalty
+    loss.backward()
+    optimizer.step()
+    job.record("loss", loss)
 
 
-def partly_around_ddp(job: Job) -> None:
+@script(adamw, when="step")
+def partly_around_ddp(job: Job, model: Any, optimizer: Any, step: int) -> None:
     """A second loss from a part of the model, called without DDP."""
-    model = job.ddp(mlp())
-    optimizer = job.wrap(adamw(model), model)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        loss = model(job.inputs(step)).square().mean()
-        loss = loss + model.module[0](job.inputs(step + 50)).abs().mean()
-        loss.backward()
-        optimizer.step()
-        job.record("loss", loss)
-    job.record_state(model, optimizer)
+    optimizer.zero_grad()
+    loss = model(job.inputs(step)).square().mean()
+    loss = loss + model.module[0](job.inputs(step + 50)).abs().mean()
+    loss.backward()
+    optimizer.step()
+    job.record("loss", loss)
 
 
-def evaluated_first(job: Job) -> None:
+@script(adamw)
+def evaluated_first(job: Job, model: Any, optimizer: Any) -> None:
     """Forward passes without a backward before the first step, with and without gradients."""
-    model = job.ddp(mlp())
-    optimizer = job.wrap(adamw(model), model)
     model.eval()
     with torch.no_grad():
         job.record("evaluated", model(job.inputs(0)))
@@ -439,13 +418,11 @@ def evaluated_first(job: Job) -> None:
     model.train()
     job.record("evaluated", model(job.inputs(1)))
     train(job, model, optimizer)
-    job.record_state(model, optimizer)
 
 
-def work_on_one_rank(job: Job, asks: bool = True) -> None:
+@script(adamw)
+def work_on_one_rank(job: Job, model: Any, optimizer: Any, asks: bool = True) -> None:
     """The first rank alone evaluates, logs and saves between steps, and another asks for norms."""
-    model = job.ddp(mlp())
-    optimizer = job.wrap(adamw(model), model)
 
     def look(step: int) -> None:
         if job.rank == 0 and step % 2 == 0:
@@ -460,7 +437,6 @@ def work_on_one_rank(job: Job, asks: bool = True) -> None:
             job.record("norms", [p.grad.norm() for p in model.parameters()])
 
     train(job, model, optimizer, before_step=log, after_step=look)
-    job.record_state(model, optimizer)
 
 
 def subgroups(job: Job) -> None:
@@ -507,25 +483,20 @@ def different_starts(job: Job) -> None:
     job.record_state(model, optimizer)
 
 
-def called_by_method(job: Job) -> None:
+@script(adamw, module=Method)
+def called_by_method(job: Job, model: Any, optimizer: Any) -> None:
     """A module without DDP whose own call never happens."""
-    model = job.ddp(Method())
-    optimizer = job.wrap(adamw(model), model)
     train(job, model.predict if job.wrapped else model, optimizer)
-    job.record_state(model, optimizer)
 
 
-def autocast(job: Job) -> None:
-    model = job.ddp(mlp())
-    optimizer = job.wrap(adamw(model), model)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            loss = model(job.inputs(step)).float().square().mean()
-        loss.backward()
-        optimizer.step()
-        job.record("loss", loss)
-    job.record_state(model, optimizer)
+@script(adamw, when="step")
+def autocast(job: Job, model: Any, optimizer: Any, step: int) -> None:
+    optimizer.zero_grad()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = model(job.inputs(step)).float().square().mean()
+    loss.backward()
+    optimizer.step()
+    job.record("loss", loss)
 
 
 def compiled(job: Job, what: str, backend: str) -> None:

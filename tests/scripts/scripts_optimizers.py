@@ -13,7 +13,7 @@ from torch import Tensor, nn, optim
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.overrides import TorchFunctionMode
-from training import STEPS, Job, adamw, mlp, sgd, train
+from training import STEPS, Job, adamw, backward, closure_of, mlp, script, sgd, train
 
 from bytesched.errors import PluginError
 
@@ -70,64 +70,56 @@ SCHEDULES: dict[str, Schedule] = {
 }
 
 
-def schedule(job: Job, name: str, *, made_before: bool) -> None:
+def schedule(job: Job, name: str, made: str) -> None:
+    """With a schedule that was made before `wrap`, or after it."""
     model = job.ddp(mlp())
     optimizer = sgd(model)
-    if made_before:
-        scheduler = SCHEDULES[name](optimizer)
+    if made == "after":
         job.wrap(optimizer, model)
-    else:
-        scheduler = SCHEDULES[name](job.wrap(optimizer, model))
+    scheduler = SCHEDULES[name](optimizer)
+    if made == "before":
+        job.wrap(optimizer, model)
     train(job, model, optimizer, after_step=lambda _: scheduler.step())
     job.record_state(model, optimizer)
     job.record("lr", scheduler.get_last_lr())
 
 
-def schedule_made_before(job: Job, name: str) -> None:
-    schedule(job, name, made_before=True)
-
-
-def schedule_made_after(job: Job, name: str) -> None:
-    schedule(job, name, made_before=False)
-
-
-def tensor_lr(job: Job) -> None:
-    model = job.ddp(mlp())
-    optimizer = job.wrap(sgd(model, lr=torch.tensor(0.1)), model)
+@script(lambda model: sgd(model, lr=torch.tensor(0.1)))
+def tensor_lr(job: Job, model: Any, optimizer: Any) -> None:
     scheduler = optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
     train(job, model, optimizer, after_step=lambda _: scheduler.step())
-    job.record_state(model, optimizer)
 
 
-def lr_by_hand(job: Job) -> None:
+@script(adamw, when="after_step")
+def lr_by_hand(job: Job, model: Any, optimizer: Any, step: int) -> None:
     """Hyper-parameters written into the group right after each step."""
-    model = job.ddp(mlp())
-    optimizer = job.wrap(adamw(model), model)
-
-    def decay(step: int) -> None:
-        optimizer.param_groups[0].update(lr=0.01 / (step + 2), betas=(0.9, 0.9 + step / 100))
-
-    train(job, model, optimizer, after_step=decay)
-    job.record_state(model, optimizer)
+    optimizer.param_groups[0].update(lr=0.01 / (step + 2), betas=(0.9, 0.9 + step / 100))
 
 
-def plateau(job: Job) -> None:
-    model = job.ddp(mlp())
-    optimizer = job.wrap(sgd(model), model)
+@script(sgd)
+def plateau(job: Job, model: Any, optimizer: Any) -> None:
     scheduler = optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
     train(job, model, optimizer, after_step=lambda step: scheduler.step(1.0 + step % 2))
-    job.record_state(model, optimizer)
 
 
-def parameter_groups(job: Job) -> None:
+def of_two_groups(model: nn.Module) -> optim.Optimizer:
     """Groups that cut across layers, with different hyper-parameters."""
-    model = job.ddp(mlp())
     matrices = [p for p in model.parameters() if p.ndim > 1]
     vectors = [p for p in model.parameters() if p.ndim < 2]
     groups = [{"params": vectors, "weight_decay": 0.0}, {"params": matrices, "lr": 0.02}]
-    optimizer = job.wrap(optim.AdamW(groups, lr=0.01, weight_decay=0.1), model)
-    train(job, model, optimizer)
-    job.record_state(model, optimizer)
+    return optim.AdamW(groups, lr=0.01, weight_decay=0.1)
+
+
+@script(of_two_groups)
+def parameter_groups(job: Job, model: Any, optimizer: Any) -> None:
+    """With a schedule, and a setting that changes after each step."""
+    scheduler = optim.lr_scheduler.OneCycleLR(optimizer, 0.05, total_steps=STEPS + 1)
+
+    def change(step: int) -> None:
+        scheduler.step()
+        optimizer.param_groups[0]["weight_decay"] = 0.01 * step
+
+    train(job, model, optimizer, after_step=change)
 
 
 def added_group(job: Job) -> None:
@@ -157,8 +149,7 @@ def two_optimizers(job: Job) -> None:
     one = job.wrap(optim.Adam([first], lr=0.01), model)
     other = job.wrap(optim.SGD(rest, lr=0.1, momentum=0.9), model)
     for step in range(STEPS):
-        loss = model(job.inputs(step)).square().mean()
-        loss.backward()
+        loss = backward(job, model, step)
         one.step()
         if step % 2:
             other.step()
@@ -234,119 +225,83 @@ def parameters_outside_the_model(job: Job) -> None:
     job.record_state(model, optimizer)
 
 
-def parameters_outside_the_optimizer(job: Job) -> None:
+@script(lambda model: optim.SGD(list(model.parameters())[2:], lr=0.1))
+def parameters_outside_the_optimizer(job: Job, model: Any, optimizer: Any) -> None:
     """Gradients that no optimizer consumes add up, averaged anew at every step."""
-    model = job.ddp(mlp())
-    optimizer = job.wrap(optim.SGD(list(model.parameters())[2:], lr=0.1), model)
     train(job, model, optimizer)
     job.record("gradients", [p.grad for p in model.parameters()])
-    job.record_state(model, optimizer)
 
 
-def two_steps_in_a_row(job: Job) -> None:
-    model = job.ddp(mlp())
-    optimizer = job.wrap(adamw(model), model)
-    train(job, model, optimizer, after_step=lambda _: optimizer.step())
-    job.record_state(model, optimizer)
+@script(adamw, when="after_step")
+def two_steps_in_a_row(job: Job, model: Any, optimizer: Any, step: int) -> None:
+    optimizer.step()
 
 
-def step_every_other_backward(job: Job) -> None:
+@script(sgd, when="step", steps=2 * STEPS)
+def step_every_other_backward(job: Job, model: Any, optimizer: Any, step: int) -> None:
     """Without `no_sync`: what has been averaged is averaged again with what is added."""
-    model = job.ddp(mlp())
-    optimizer = job.wrap(sgd(model), model)
-    for step in range(2 * STEPS):
-        model(job.inputs(step)).square().mean().backward()
-        if step % 2:
-            optimizer.step()
-            optimizer.zero_grad()
-    job.record_state(model, optimizer)
-
-
-def step_skipped(job: Job) -> None:
-    """Some backwards are thrown away by every rank."""
-    model = job.ddp(mlp())
-    optimizer = job.wrap(adamw(model), model)
-    for step in range(STEPS):
+    model(job.inputs(step)).square().mean().backward()
+    if step % 2:
+        optimizer.step()
         optimizer.zero_grad()
-        model(job.inputs(step)).square().mean().backward()
-        if step not in (2, 5):
-            optimizer.step()
-    job.record_state(model, optimizer)
 
 
-def step_without_backward(job: Job) -> None:
-    model = job.ddp(mlp())
-    optimizer = job.wrap(sgd(model), model)
+@script(adamw, when="step")
+def step_skipped(job: Job, model: Any, optimizer: Any, step: int) -> None:
+    """Some backwards are thrown away by every rank."""
+    optimizer.zero_grad()
+    model(job.inputs(step)).square().mean().backward()
+    if step not in (2, 5):
+        optimizer.step()
+
+
+@script(sgd)
+def step_without_backward(job: Job, model: Any, optimizer: Any) -> None:
     optimizer.step()
     optimizer.zero_grad()
     optimizer.step()
     train(job, model, optimizer, after_step=lambda _: (optimizer.zero_grad(), optimizer.step()))
-    job.record_state(model, optimizer)
 
 
-def closure(job: Job) -> None:
-    model = job.ddp(mlp())
-    optimizer = job.wrap(sgd(model), model)
-    for step in range(STEPS):
-
-        def evaluate(step: int = step) -> Tensor:
-            optimizer.zero_grad()
-            loss: Tensor = model(job.inputs(step)).square().mean()
-            loss.backward()
-            return loss
-
-        job.record(
-            "loss", optimizer.step(evaluate) if step % 2 else optimizer.step(closure=evaluate)
-        )
-    job.record_state(model, optimizer)
+@script(sgd, when="step")
+def closure(job: Job, model: Any, optimizer: Any, step: int) -> None:
+    evaluate = closure_of(job, model, optimizer, step)
+    job.record("loss", optimizer.step(evaluate) if step % 2 else optimizer.step(closure=evaluate))
 
 
-def closure_that_only_looks(job: Job) -> None:
+@script(sgd, when="step")
+def closure_that_only_looks(job: Job, model: Any, optimizer: Any, step: int) -> None:
     """Backward comes first; the closure says what the loss is, before the update."""
-    model = job.ddp(mlp())
-    optimizer = job.wrap(sgd(model), model)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        model(job.inputs(step)).square().mean().backward()
-        loss = optimizer.step(lambda step=step: model(job.inputs(step)).square().mean())
-        job.record("loss", loss)
-    job.record_state(model, optimizer)
+    optimizer.zero_grad()
+    model(job.inputs(step)).square().mean().backward()
+    loss = optimizer.step(lambda step=step: model(job.inputs(step)).square().mean())
+    job.record("loss", loss)
 
 
-def closure_beside_no_sync(job: Job) -> None:
+@script(adamw, when="step", steps=2 * STEPS)
+def closure_beside_no_sync(job: Job, model: Any, optimizer: Any, step: int) -> None:
     """As trainers accumulate: the closure alone in no_sync(), and in step() for the last batch."""
-    model = job.ddp(mlp())
-    optimizer = job.wrap(adamw(model), model)
-    for step in range(2 * STEPS):
-        last = step % 2 == 1
+    last = step % 2 == 1
 
-        def evaluate(step: int = step, last: bool = last) -> Tensor:
-            if not last:
-                optimizer.zero_grad()
-            loss: Tensor = model(job.inputs(step)).square().mean()
-            loss.backward()
-            return loss
+    def evaluate(step: int = step, last: bool = last) -> Tensor:
+        if not last:
+            optimizer.zero_grad()
+        loss: Tensor = model(job.inputs(step)).square().mean()
+        loss.backward()
+        return loss
 
-        if last:
-            job.record("loss", optimizer.step(evaluate))
-        else:
-            with model.no_sync():
-                evaluate()
-    job.record_state(model, optimizer)
+    if last:
+        job.record("loss", optimizer.step(evaluate))
+    else:
+        with model.no_sync():
+            evaluate()
 
 
 def lbfgs(job: Job) -> None:
     model = job.ddp(mlp())
     optimizer = job.wrap(optim.LBFGS(model.parameters(), lr=0.1, max_iter=3), model)
     for _ in range(4):
-
-        def evaluate() -> Tensor:
-            optimizer.zero_grad()
-            loss: Tensor = model(job.inputs(0)).square().mean()
-            loss.backward()
-            return loss
-
-        job.record("loss", optimizer.step(evaluate))
+        job.record("loss", optimizer.step(closure_of(job, model, optimizer, 0)))
     job.record_state(model)
 
 
@@ -376,26 +331,23 @@ class CountingSGD(optim.SGD):
         return super().step(closure)
 
 
-def unknown_optimizer(job: Job) -> None:
-    model = job.ddp(mlp())
-    optimizer = job.wrap(SignDescent(model.parameters(), lr=0.01), model)
+@script(lambda model: SignDescent(model.parameters(), lr=0.01))
+def unknown_optimizer(job: Job, model: Any, optimizer: Any) -> None:
     train(job, model, optimizer)
-    job.record_state(model, optimizer)
 
 
-def subclassed_optimizer(job: Job) -> None:
-    model = job.ddp(mlp())
-    optimizer = job.wrap(CountingSGD(model.parameters(), lr=0.1, momentum=0.9), model)
+@script(lambda model: CountingSGD(model.parameters(), lr=0.1, momentum=0.9))
+def subclassed_optimizer(job: Job, model: Any, optimizer: Any) -> None:
     train(job, model, optimizer)
-    job.record_state(model, optimizer)
 
 
-def muon(job: Job) -> None:
+@script(
+    lambda model: optim.Muon(model.parameters(), lr=0.01),
+    module=lambda: nn.Sequential(nn.Linear(8, 16, bias=False), nn.Linear(16, 8, bias=False)),
+)
+def muon(job: Job, model: Any, optimizer: Any) -> None:
     """Orthogonalises whole matrices."""
-    model = job.ddp(nn.Sequential(nn.Linear(8, 16, bias=False), nn.Linear(16, 8, bias=False)))
-    optimizer = job.wrap(optim.Muon(model.parameters(), lr=0.01), model)
     train(job, model, optimizer)
-    job.record_state(model, optimizer)
 
 
 class Shell(optim.Optimizer):
@@ -438,11 +390,9 @@ def beside_one_that_steps_whole(job: Job) -> None:
     job.record_state(model, whole, other)
 
 
-def adafactor(job: Job) -> None:
-    model = job.ddp(mlp())
-    optimizer = job.wrap(optim.Adafactor(model.parameters(), lr=0.01), model)
+@script(lambda model: optim.Adafactor(model.parameters(), lr=0.01))
+def adafactor(job: Job, model: Any, optimizer: Any) -> None:
     train(job, model, optimizer)
-    job.record_state(model, optimizer)
 
 
 def step_hooks(job: Job) -> None:
@@ -480,8 +430,9 @@ def hooks_that_write(job: Job) -> None:
     job.record_state(model, optimizer)
 
 
-def scaled(job: Job, kind: type[optim.Optimizer], arguments: dict[str, Any]) -> None:
+def grad_scaler(job: Job, name: str) -> None:
     """`GradScaler`, with an overflow on one rank that every rank has to notice."""
+    kind, arguments = SPLITTABLE[name]
     model = job.ddp(mlp())
     optimizer = job.wrap(kind(model.parameters(), **arguments), model)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
@@ -500,26 +451,22 @@ def scaled(job: Job, kind: type[optim.Optimizer], arguments: dict[str, Any]) -> 
     job.record_state(model, optimizer)
 
 
-def sharpness_aware(job: Job) -> None:
+@script(sgd, when="step")
+def sharpness_aware(job: Job, model: Any, optimizer: Any, step: int) -> None:
     """Two backward passes per step, at the weights and uphill from them."""
-    model = job.ddp(mlp())
-    optimizer = job.wrap(sgd(model), model)
-    for step in range(STEPS):
-        model(job.inputs(step)).square().mean().backward()
-        with torch.no_grad():
-            uphill = [0.05 * p.grad / (p.grad.norm() + 1e-12) for p in model.parameters()]
-            for p, shift in zip(model.parameters(), uphill, strict=True):
-                p.add_(shift)
-        optimizer.zero_grad()
-        loss = model(job.inputs(step)).square().mean()
-        loss.backward()
-        with torch.no_grad():
-            for p, shift in zip(model.parameters(), uphill, strict=True):
-                p.sub_(shift)
-        optimizer.step()
-        optimizer.zero_grad()
-        job.record("loss", loss)
-    job.record_state(model, optimizer)
+    model(job.inputs(step)).square().mean().backward()
+    with torch.no_grad():
+        uphill = [0.05 * p.grad / (p.grad.norm() + 1e-12) for p in model.parameters()]
+        for p, shift in zip(model.parameters(), uphill, strict=True):
+            p.add_(shift)
+    optimizer.zero_grad()
+    loss = backward(job, model, step)
+    with torch.no_grad():
+        for p, shift in zip(model.parameters(), uphill, strict=True):
+            p.sub_(shift)
+    optimizer.step()
+    optimizer.zero_grad()
+    job.record("loss", loss)
 
 
 def step_pre_hooks(job: Job, made: str) -> None:
@@ -543,10 +490,9 @@ def step_pre_hooks(job: Job, made: str) -> None:
     job.record_state(model, optimizer)
 
 
-def global_step_hooks(job: Job) -> None:
+@script(sgd)
+def global_step_hooks(job: Job, model: Any, optimizer: Any) -> None:
     """Hooks on the steps of all optimizers, as profilers register them."""
-    model = job.ddp(mlp())
-    optimizer = job.wrap(sgd(model), model)
     first = next(model.parameters())
     seen: list[Tensor] = []
     handle = register_optimizer_step_post_hook(lambda *_: seen.append(first.detach().clone()))
@@ -555,7 +501,6 @@ def global_step_hooks(job: Job) -> None:
     finally:
         handle.remove()
     job.record("seen", seen)
-    job.record_state(model, optimizer)
 
 
 def communication_hook(job: Job) -> None:
@@ -565,10 +510,6 @@ def communication_hook(job: Job) -> None:
     optimizer = job.wrap(sgd(model), model)
     train(job, model, optimizer)
     job.record_state(model, optimizer)
-
-
-def grad_scaler(job: Job, name: str) -> None:
-    scaled(job, *SPLITTABLE[name])
 
 
 class Counting(TorchFunctionMode):
@@ -642,10 +583,9 @@ def default_dtype_changed(job: Job) -> None:
             job.record_state(model, optimizer)
 
 
-def mode_around_step(job: Job) -> None:
+@script(partial(sgd, foreach=True))
+def mode_around_step(job: Job, model: Any, optimizer: Any) -> None:
     """A mode of the script's own sees the operations of the step."""
-    model = job.ddp(mlp())
-    optimizer = job.wrap(sgd(model, foreach=True), model)
     mode = Counting()
     for step in range(STEPS):
         optimizer.zero_grad()
@@ -653,4 +593,3 @@ def mode_around_step(job: Job) -> None:
         with mode:
             optimizer.step()
         job.record("seen", mode.seen)
-    job.record_state(model, optimizer)

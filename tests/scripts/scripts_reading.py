@@ -13,13 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from training import STEPS, Job, adamw, as_array, frozen, mlp, sgd, train
+from training import STEPS, Job, adamw, as_array, frozen, mlp, script, sgd, train
 
 
-def weights_read(job: Job) -> None:
+@script(sgd)
+def weights_read(job: Job, model: Any, optimizer: Any) -> None:
     """Every way of looking at a parameter right after the step."""
-    model = job.ddp(mlp())
-    optimizer = job.wrap(sgd(model), model)
     ways: list[Any] = [
         repr,
         torch.norm,
@@ -64,27 +63,18 @@ def weights_read(job: Job) -> None:
                 job.record("read", way(p))
 
     train(job, model, optimizer, steps=2 * STEPS, after_step=look)
-    job.record_state(model, optimizer)
 
 
-def one_weight_read(job: Job) -> None:
+@script(adamw, when="after_step")
+def one_weight_read(job: Job, model: Any, optimizer: Any, step: int) -> None:
     """Reading one parameter between steps leaves the others as they were."""
-    model = job.ddp(mlp())
-    optimizer = job.wrap(adamw(model), model)
     parameters = list(model.parameters())
-    train(
-        job,
-        model,
-        optimizer,
-        after_step=lambda step: job.record("one", parameters[step % len(parameters)]),
-    )
-    job.record_state(model, optimizer)
+    job.record("one", parameters[step % len(parameters)])
 
 
-def metadata_read(job: Job) -> None:
+@script(sgd)
+def metadata_read(job: Job, model: Any, optimizer: Any) -> None:
     """Shapes, flags, identity and types look the same as ever."""
-    model = job.ddp(mlp())
-    optimizer = job.wrap(sgd(model), model)
     parameters = list(model.parameters())
 
     def look(_: int) -> None:
@@ -100,45 +90,32 @@ def metadata_read(job: Job) -> None:
     train(job, model, optimizer, after_step=look)
     job.record("types", [type(p).__name__ for p in (p.data for p in parameters)])
     job.record("types", [type(frozen_p).__name__ for frozen_p in map(frozen, parameters)])
-    job.record_state(model, optimizer)
 
 
-def weights_clipped(job: Job) -> None:
+@script(sgd, when="after_step")
+def weights_clipped(job: Job, model: Any, optimizer: Any, step: int) -> None:
     """Weight clipping after the step, in each of the usual spellings."""
-    model = job.ddp(mlp())
-    optimizer = job.wrap(sgd(model), model)
-
-    def clip(step: int) -> None:
-        with torch.no_grad():
-            for index, p in enumerate(model.parameters()):
-                if (index + step) % 3 == 0:
-                    p.data.clamp_(-0.05, 0.05)
-                elif (index + step) % 3 == 1:
-                    p.clamp_(-0.1, 0.1)
-                else:
-                    p.copy_(p * 0.99)
-
-    train(job, model, optimizer, after_step=clip)
-    job.record_state(model, optimizer)
+    with torch.no_grad():
+        for index, p in enumerate(model.parameters()):
+            if (index + step) % 3 == 0:
+                p.data.clamp_(-0.05, 0.05)
+            elif (index + step) % 3 == 1:
+                p.clamp_(-0.1, 0.1)
+            else:
+                p.copy_(p * 0.99)
 
 
-def weights_replaced(job: Job) -> None:
+@script(sgd, when="after_step")
+def weights_replaced(job: Job, model: Any, optimizer: Any, step: int) -> None:
     """`p.data` set to another tensor, `nn.init`, and `vector_to_parameters`."""
-    model = job.ddp(mlp())
-    optimizer = job.wrap(sgd(model), model)
-
-    def replace(step: int) -> None:
-        if step == 2:
-            for p in model.parameters():
-                p.data = p.data * 0.5
-        elif step == 3:
-            nn.init.ones_(model.module[0].weight)
-        elif step == 4:
-            vector = nn.utils.parameters_to_vector(model.parameters())
-            nn.utils.vector_to_parameters(vector / 2, model.parameters())
-
-    train(job, model, optimizer, after_step=replace)
-    job.record_state(model, optimizer)
+    if step == 2:
+        for p in model.parameters():
+            p.data = p.data * 0.5
+    elif step == 3:
+        nn.init.ones_(model.module[0].weight)
+    elif step == 4:
+        vector = nn.utils.parameters_to_vector(model.parameters())
+        nn.utils.vector_to_parameters(vector / 2, model.parameters())
 
 
 def averaged_model(job: Job) -> None:
@@ -206,42 +183,29 @@ def average_compiled(job: Job) -> None:
     job.record_state(model, optimizer)
 
 
-def state_read_after_step(job: Job) -> None:
+@script(adamw, when="after_step")
+def state_read_after_step(job: Job, model: Any, optimizer: Any, step: int) -> None:
     """`optimizer.state` itself, which no hook announces."""
-    model = job.ddp(mlp())
-    optimizer = job.wrap(adamw(model), model)
     parameters = list(model.parameters())
-
-    def look(step: int) -> None:
-        p = parameters[step % len(parameters)]
-        job.record("moments", [optimizer.state[p]["exp_avg"], optimizer.state[p]["step"]])
-        job.record("sizes", [len(optimizer.state), p in optimizer.state])
-        job.record("items", [dict(state) for state in optimizer.state.values()])
-
-    train(job, model, optimizer, after_step=look)
-    job.record_state(model, optimizer)
+    p = parameters[step % len(parameters)]
+    job.record("moments", [optimizer.state[p]["exp_avg"], optimizer.state[p]["step"]])
+    job.record("sizes", [len(optimizer.state), p in optimizer.state])
+    job.record("items", [dict(state) for state in optimizer.state.values()])
 
 
-def state_changed_after_step(job: Job) -> None:
+@script(sgd, when="after_step")
+def state_changed_after_step(job: Job, model: Any, optimizer: Any, step: int) -> None:
     """Momentum restarted by hand."""
-    model = job.ddp(mlp())
-    optimizer = job.wrap(sgd(model), model)
-
-    def restart(step: int) -> None:
-        if step == 2:
-            optimizer.state.clear()
-        elif step == 4:
-            for state in optimizer.state.values():
-                state["momentum_buffer"].zero_()
-
-    train(job, model, optimizer, after_step=restart)
-    job.record_state(model, optimizer)
+    if step == 2:
+        optimizer.state.clear()
+    elif step == 4:
+        for state in optimizer.state.values():
+            state["momentum_buffer"].zero_()
 
 
-def state_kept(job: Job, what: str) -> None:
+@script(adamw)
+def state_kept(job: Job, model: Any, optimizer: Any, what: str) -> None:
     """A part of ``optimizer.state`` is taken out before some steps, and read after each."""
-    model = job.ddp(mlp())
-    optimizer = job.wrap(adamw(model), model)
     weight = next(model.parameters())
     kept: list[Any] = []
 
@@ -264,75 +228,49 @@ def state_kept(job: Job, what: str) -> None:
         before_step=take,
         after_step=lambda step: job.record(f"kept {step}", kept),
     )
-    job.record_state(model, optimizer)
 
 
-def state_dicts(job: Job) -> None:
+@script(adamw, when="after_step")
+def state_dicts(job: Job, model: Any, optimizer: Any, step: int) -> None:
     """State dicts of the whole, of a part, and of the optimizer, right after the step."""
-    model = job.ddp(mlp())
-    optimizer = job.wrap(adamw(model), model)
-
-    def look(step: int) -> None:
-        if step % 3 == 0:
-            job.record("optimizer", optimizer.state_dict())
-        elif step % 3 == 1:
-            job.record("part", model.module[2].state_dict())
-        job.record("weights", model.state_dict())
-
-    train(job, model, optimizer, after_step=look)
-    job.record_state(model, optimizer)
+    if step % 3 == 0:
+        job.record("optimizer", optimizer.state_dict())
+    elif step % 3 == 1:
+        job.record("part", model.module[2].state_dict())
+    job.record("weights", model.state_dict())
 
 
-def saved(job: Job) -> None:
+@script(sgd, when="after_step")
+def saved(job: Job, model: Any, optimizer: Any, step: int) -> None:
     """`torch.save` and `deepcopy` of modules, parameters and optimizers, right after the step."""
-    model = job.ddp(mlp())
-    optimizer = job.wrap(sgd(model), model)
-
-    def save(step: int) -> None:
-        file = io.BytesIO()
-        if step % 3 == 0:
-            torch.save(model.module, file)
-        elif step % 3 == 1:
-            torch.save([list(model.parameters()), model.module.state_dict()], file)
-        else:
-            torch.save(copy.deepcopy(model.module), file)
-        file.seek(0)
-        loaded = torch.load(file, weights_only=False)
-        parameters = loaded[0] if isinstance(loaded, list) else list(loaded.parameters())
-        job.record("loaded", parameters)
-        job.record("types", [type(p).__name__ for p in parameters])
-        job.record("copies", [type(p).__name__ for p in copy.deepcopy(model.module).parameters()])
-
-    train(job, model, optimizer, after_step=save)
-    job.record_state(model, optimizer)
+    file = io.BytesIO()
+    if step % 3 == 0:
+        torch.save(model.module, file)
+    elif step % 3 == 1:
+        torch.save([list(model.parameters()), model.module.state_dict()], file)
+    else:
+        torch.save(copy.deepcopy(model.module), file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    parameters = loaded[0] if isinstance(loaded, list) else list(loaded.parameters())
+    job.record("loaded", parameters)
+    job.record("types", [type(p).__name__ for p in parameters])
+    job.record("copies", [type(p).__name__ for p in copy.deepcopy(model.module).parameters()])
 
 
-def deep_copied_optimizer(job: Job) -> None:
-    model = job.ddp(mlp())
-    optimizer = job.wrap(sgd(model), model)
-    train(
-        job,
-        model,
-        optimizer,
-        after_step=lambda _: job.record("copy", copy.deepcopy(optimizer.state_dict())),
-    )
-    job.record_state(model, optimizer)
+@script(sgd, when="after_step")
+def deep_copied_optimizer(job: Job, model: Any, optimizer: Any, step: int) -> None:
+    job.record("copy", copy.deepcopy(optimizer.state_dict()))
 
 
-def read_by_other_threads(job: Job) -> None:
+@script(sgd, when="after_step")
+def read_by_other_threads(job: Job, model: Any, optimizer: Any, step: int) -> None:
     """A logger's thread reads all weights while the main thread goes on."""
-    model = job.ddp(mlp())
-    optimizer = job.wrap(sgd(model), model)
-
-    def look(_: int) -> None:
-        with ThreadPoolExecutor(2) as readers:
-            whole = readers.submit(lambda: [p.detach().clone() for p in model.parameters()])
-            norms = readers.submit(lambda: [p.norm() for p in model.parameters()])
-            job.record("mine", [p.sum() for p in model.parameters()])
-            job.record("theirs", [whole.result(), norms.result()])
-
-    train(job, model, optimizer, after_step=look)
-    job.record_state(model, optimizer)
+    with ThreadPoolExecutor(2) as readers:
+        whole = readers.submit(lambda: [p.detach().clone() for p in model.parameters()])
+        norms = readers.submit(lambda: [p.norm() for p in model.parameters()])
+        job.record("mine", [p.sum() for p in model.parameters()])
+        job.record("theirs", [whole.result(), norms.result()])
 
 
 def in_child(look: Callable[[], Any]) -> Any:
@@ -353,10 +291,9 @@ def in_child(look: Callable[[], Any]) -> Any:
     return found
 
 
-def read_by_forked_children(job: Job) -> None:
+@script(sgd)
+def read_by_forked_children(job: Job, model: Any, optimizer: Any) -> None:
     """As workers of a DataLoader do: values, a forward pass, and a step of the child's own."""
-    model = job.ddp(mlp())
-    optimizer = job.wrap(sgd(model), model)
 
     def look(number: int) -> list[float]:
         values = [p.detach().sum() for p in model.parameters()]
@@ -371,16 +308,13 @@ def read_by_forked_children(job: Job) -> None:
 
     train(job, model, optimizer, after_step=fork)
     train(job, model, optimizer, steps=3, before_step=fork)
-    job.record_state(model, optimizer)
 
 
-def converted_at_the_end(job: Job) -> None:
+@script(sgd)
+def converted_at_the_end(job: Job, model: Any, optimizer: Any) -> None:
     """`model.to(float64)` right after the last step writes through `p.data`."""
-    model = job.ddp(mlp())
-    optimizer = job.wrap(sgd(model), model)
     train(job, model, optimizer)
     model.to(torch.float64)
-    job.record_state(model, optimizer)
 
 
 def resumed(job: Job) -> None:
@@ -403,10 +337,9 @@ def resumed(job: Job) -> None:
     job.record_state(model, optimizer)
 
 
-def rolled_back(job: Job) -> None:
+@script(adamw)
+def rolled_back(job: Job, model: Any, optimizer: Any) -> None:
     """Loaded into the very same objects, with a step still outstanding."""
-    model = job.ddp(mlp())
-    optimizer = job.wrap(adamw(model), model)
     train(job, model, optimizer, steps=3)
     kept = copy.deepcopy({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
     train(job, model, optimizer, steps=2, first_step=3)
@@ -416,32 +349,23 @@ def rolled_back(job: Job) -> None:
     train(job, model, optimizer, first_step=3)
     model.load_state_dict(kept["model"], assign=False)
     train(job, model, optimizer, first_step=9)
-    job.record_state(model, optimizer)
 
 
-def evaluated(job: Job) -> None:
+@script(sgd, when="after_step", steps=2 * STEPS)
+def evaluated(job: Job, model: Any, optimizer: Any, step: int) -> None:
     """Evaluation under `no_grad` and `inference_mode`, with and without `eval()`."""
-    model = job.ddp(mlp())
-    optimizer = job.wrap(sgd(model), model)
-
-    def evaluate(step: int) -> None:
-        if step % 2:
-            model.eval()
-        with torch.inference_mode() if step % 4 < 2 else torch.no_grad():
-            job.record("evaluated", (model if step % 3 else model.module)(job.inputs(step + 100)))
-        model.train()
-
-    train(job, model, optimizer, steps=2 * STEPS, after_step=evaluate)
-    job.record_state(model, optimizer)
+    if step % 2:
+        model.eval()
+    with torch.inference_mode() if step % 4 < 2 else torch.no_grad():
+        job.record("evaluated", (model if step % 3 else model.module)(job.inputs(step + 100)))
+    model.train()
 
 
-def unwrapped_in_the_middle(job: Job) -> None:
+@script(sgd)
+def unwrapped_in_the_middle(job: Job, model: Any, optimizer: Any) -> None:
     """Some steps with, some without, on the same objects."""
-    model = job.ddp(mlp())
-    optimizer = job.wrap(sgd(model), model)
     train(job, model, optimizer, steps=3)
     job.unwrap(optimizer)
     train(job, model, optimizer, steps=3, first_step=3)
     job.wrap(optimizer, model)
     train(job, model, optimizer, first_step=6)
-    job.record_state(model, optimizer)

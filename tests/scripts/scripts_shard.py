@@ -8,11 +8,12 @@ import gc
 import io
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from raised import raised
 from scripts_reading import in_child
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
@@ -23,18 +24,35 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile, schedule
-from training import STEPS, Job, adamw, mlp, sgd, train
+from training import STEPS, Job, adamw, closure_of, mlp, script, sgd, train
 
 import bytesched
 
 
+def uneven() -> nn.Sequential:
+    """Most of its elements are in one layer, of an odd size: no rank may have it alone."""
+    return nn.Sequential(nn.Linear(8, 95), nn.Tanh(), nn.Linear(95, 77), nn.Linear(77, 4))
+
+
+@contextlib.contextmanager
+def sharded(steps: int, module: Callable[[], nn.Module] = mlp) -> Iterator[tuple[Job, Any, Any]]:
+    """A job whose updates are sharded, its model and optimizer, after so many steps."""
+    with contextlib.closing(Job(wrapped=True, shard=True)) as job:
+        model = job.ddp(module())
+        optimizer = job.wrap(adamw(model), model)
+        train(job, model, optimizer, steps=steps)
+        yield job, model, optimizer
+
+
+def backward(job: Job, model: Any, optimizer: Any, step: int) -> None:
+    """Its gradients are on their way."""
+    optimizer.zero_grad()
+    model(job.inputs(step)).square().mean().backward()
+
+
 def entries_held() -> set[int]:
     """By number, the parameters whose state this rank has after the first step."""
-    job = Job(wrapped=True, shard=True)
-    with contextlib.closing(job):
-        model = job.ddp(mlp())
-        optimizer = job.wrap(adamw(model), model)
-        train(job, model, optimizer, steps=1)
+    with sharded(1) as (_, model, optimizer):
         bytesched.flush(optimizer)
         return {
             index
@@ -43,20 +61,9 @@ def entries_held() -> set[int]:
         }
 
 
-def parameters_outside_the_optimizer(job: Job) -> None:
-    """Gradients that no optimizer consumes add up, averaged anew at every step."""
-    model = job.ddp(mlp())
-    outside, *inside = model.parameters()
-    optimizer = job.wrap(torch.optim.SGD(inside, lr=0.1), model)
-    train(job, model, optimizer)
-    job.record("gradient", outside.grad)
-    job.record_state(model, optimizer)
-
-
-def unwrapped_before_step(job: Job) -> None:
+@script(adamw)
+def unwrapped_before_step(job: Job, model: Any, optimizer: Any) -> None:
     """The step that a plain optimizer takes is that of whole gradients."""
-    model = job.ddp(mlp())
-    optimizer = job.wrap(adamw(model), model)
     train(job, model, optimizer, steps=2)
     optimizer.zero_grad()
     model(job.inputs(2)).square().mean().backward()
@@ -65,7 +72,6 @@ def unwrapped_before_step(job: Job) -> None:
     job.record("gradients", [p.grad for p in model.parameters()])
     optimizer.step()
     train(job, model, optimizer, steps=1, first_step=3)
-    job.record_state(model, optimizer)
 
 
 def hooked_last(job: Job, crosses: bool = True) -> None:
@@ -104,16 +110,10 @@ def all_in_closures(job: Job, crosses: bool = True) -> None:
     model = job.ddp(uneven())
     optimizer = job.wrap(adamw(model), model, cross_barrier=crosses)
 
-    def evaluate(step: int) -> torch.Tensor:
-        optimizer.zero_grad()
-        loss: torch.Tensor = model(job.inputs(step)).square().mean()
-        loss.backward()
-        return loss
-
     for step in range(STEPS):
         if step % 3 == 0:
             optimizer.register_step_pre_hook(lambda *_: None)
-        job.record("loss", optimizer.step(lambda step=step: evaluate(step)))
+        job.record("loss", optimizer.step(closure_of(job, model, optimizer, step)))
     job.record_state(model, optimizer)
 
 
@@ -141,53 +141,43 @@ def asked_between_steps(job: Job) -> None:
     job.record_state(model, one, other)
 
 
-def saved_before_a_barrier(job: Job) -> None:
+@script(adamw, when="after_step")
+def saved_before_a_barrier(job: Job, model: Any, optimizer: Any, step: int) -> None:
     """The first rank alone saves, and the others wait for it."""
-    model = job.ddp(mlp())
-    optimizer = job.wrap(adamw(model), model)
-
-    def save(step: int) -> None:
-        if job.rank == 0 and step % 2:
-            job.record("optimizer", optimizer.state_dict())
-        dist.barrier()
-
-    train(job, model, optimizer, after_step=save)
-    job.record_state(model, optimizer)
+    if job.rank == 0 and step % 2:
+        job.record("optimizer", optimizer.state_dict())
+    dist.barrier()
 
 
-def read_after_step(job: Job) -> None:
+@script(adamw, module=uneven, when="step")
+def read_after_step(job: Job, model: Any, optimizer: Any, step: int) -> None:
     """Gradients are what the optimizer has taken, with all changes, and backward adds to them."""
-    model = job.ddp(uneven())
-    optimizer = job.wrap(adamw(model), model)
-    for step in range(STEPS):
-        if step % 3 == 0:
-            optimizer.zero_grad(set_to_none=step % 2 == 0)
-        model(job.inputs(step)).square().mean().backward()
-        nn.utils.clip_grad_value_(model.parameters(), 0.001)
-        optimizer.step()
-        if step % 2:
-            job.record(f"gradients {step}", [p.grad.clone() for p in model.parameters()])
-    job.record_state(model, optimizer)
+    if step % 3 == 0:
+        optimizer.zero_grad(set_to_none=step % 2 == 0)
+    model(job.inputs(step)).square().mean().backward()
+    nn.utils.clip_grad_value_(model.parameters(), 0.001)
+    optimizer.step()
+    if step % 2:
+        job.record(f"gradients {step}", [p.grad.clone() for p in model.parameters()])
 
 
 def read_by_one_rank() -> str:
     """What is raised on this rank where rank 0 alone reads a gradient."""
     job = Job(wrapped=True, shard=True)
-    try:
-        model = job.ddp(mlp())
-        optimizer = job.wrap(adamw(model), model)
-        train(job, model, optimizer, steps=2)
-        optimizer.zero_grad()
-        model(job.inputs(2)).square().mean().backward()
+    model = job.ddp(mlp())
+    optimizer = job.wrap(adamw(model), model)
+    train(job, model, optimizer, steps=2)
+
+    def read() -> None:
+        backward(job, model, optimizer, 2)
         if job.rank == 0:
             float(model.module[0].weight.grad.numpy().sum())
         optimizer.step()
-    except bytesched.MismatchError as error:
-        return str(error)
-    finally:
-        with contextlib.suppress(bytesched.BytesschedError):
-            job.close()
-    return ""
+
+    said = raised(read, bytesched.MismatchError)
+    with contextlib.suppress(bytesched.BytesschedError):
+        job.close()
+    return said
 
 
 def asked_when_others_have_let_go() -> int:
@@ -219,19 +209,11 @@ def dropped_before_barriers() -> int:
 
 def gradients_in_a_child() -> str:
     """What a forked child raises that reads gradients which are on their way."""
-    job = Job(wrapped=True, shard=True)
-    with contextlib.closing(job):
-        model = job.ddp(mlp())
-        optimizer = job.wrap(adamw(model), model)
-        train(job, model, optimizer, steps=2)
-        optimizer.zero_grad()
-        model(job.inputs(2)).square().mean().backward()
+    with sharded(2) as (job, model, optimizer):
+        backward(job, model, optimizer, 2)
 
         def look() -> str:
-            try:
-                return str(model.module[0].weight.grad.sum())
-            except bytesched.PluginError as error:
-                return str(error)
+            return raised(lambda: model.module[0].weight.grad.sum(), bytesched.PluginError)
 
         found: str = in_child(look)
         optimizer.step()
@@ -296,11 +278,7 @@ def loaded(job: Job) -> None:
 
 def entries_after_unwrap() -> tuple[int, bool]:
     """How many entries an optimizer has that is a plain one again, and whether it steps."""
-    job = Job(wrapped=True, shard=True)
-    with contextlib.closing(job):
-        model = job.ddp(mlp())
-        optimizer = job.wrap(adamw(model), model)
-        train(job, model, optimizer, steps=3)
+    with sharded(3) as (job, model, optimizer):
         job.unwrap(optimizer)
         train(job, model, optimizer, steps=1)
         return len(optimizer.state), type(optimizer.state[next(model.parameters())]) is dict
@@ -369,46 +347,27 @@ def state_of_others() -> dict[str, str]:
             "written": lambda: optimizer.state.setdefault(foreign, {}),
             "all": lambda: [*optimizer.state.values()],
         }
-        for name, use in uses.items():
-            try:
-                use()
-            except bytesched.PluginError as error:
-                found[name] = str(error)
+        found |= {name: raised(use, bytesched.PluginError) for name, use in uses.items()}
     return found
 
 
 def saved(path: str) -> None:
     """Trains a little, and rank 0 alone saves what an optimizer holds."""
-    job = Job(wrapped=True, shard=True)
-    with contextlib.closing(job):
-        model = job.ddp(uneven())
-        optimizer = job.wrap(adamw(model), model)
-        train(job, model, optimizer, steps=3)
+    with sharded(3, uneven) as (job, _, optimizer):
         if job.rank == 0:
             torch.save(optimizer.state_dict(), path)
 
 
-def loaded_from(job: Job, path: str) -> None:
+@script(adamw, module=uneven)
+def loaded_from(job: Job, model: Any, optimizer: Any, path: str) -> None:
     """Goes on from a checkpoint of another number of ranks."""
-    model = job.ddp(uneven())
-    optimizer = job.wrap(adamw(model), model)
     optimizer.load_state_dict(torch.load(path))
     train(job, model, optimizer)
-    job.record_state(model, optimizer)
-
-
-def uneven() -> nn.Sequential:
-    """Most of its elements are in one layer, of an odd size: no rank may have it alone."""
-    return nn.Sequential(nn.Linear(8, 95), nn.Tanh(), nn.Linear(95, 77), nn.Linear(77, 4))
 
 
 def bytes_held() -> tuple[int, int]:
     """Of the optimizer's state, on this rank and as a plain one has it."""
-    job = Job(wrapped=True, shard=True)
-    with contextlib.closing(job):
-        model = job.ddp(uneven())
-        optimizer = job.wrap(adamw(model), model)
-        train(job, model, optimizer, steps=2)
+    with sharded(2, uneven) as (_, model, optimizer):
         bytesched.flush(optimizer)
         entries = dict.values(optimizer.state)
         held = sum(v.nbytes for entry in entries for v in entry.values() if v.dim())
@@ -451,27 +410,20 @@ def cut_by_kind(job: Job) -> None:
     job.record_state(model, *optimizers)
 
 
-def cut_and_clipped(job: Job, kind: float = 2.0) -> None:
+@script(adamw, module=uneven, when="before_step")
+def cut_and_clipped(job: Job, model: Any, optimizer: Any, step: int, kind: float = 2.0) -> None:
     """Norms of a tensor that has several owners, changes of its elements, and reads of it."""
-    model = job.ddp(uneven())
-    optimizer = job.wrap(adamw(model), model)
-
-    def clip(step: int) -> None:
-        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.01, norm_type=kind)
-        job.record(f"norm {step}", norm)
-        if step % 2:
-            nn.utils.clip_grad_value_(model.parameters(), 0.001)
-        if step == 4:
-            job.record("gradient", model.module[2].weight.grad)
-
-    train(job, model, optimizer, before_step=clip)
-    job.record_state(model, optimizer)
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 0.01, norm_type=kind)
+    job.record(f"norm {step}", norm)
+    if step % 2:
+        nn.utils.clip_grad_value_(model.parameters(), 0.001)
+    if step == 4:
+        job.record("gradient", model.module[2].weight.grad)
 
 
-def profiled(job: Job) -> None:
+@script(adamw, module=lambda: nn.Sequential(*(nn.Linear(32, 32) for _ in range(7))))
+def profiled(job: Job, model: Any, optimizer: Any) -> None:
     """A profiler starts and stops while messages are on their way, and one rank is late."""
-    model = job.ddp(nn.Sequential(*(nn.Linear(32, 32) for _ in range(7))))
-    optimizer = job.wrap(adamw(model), model)
 
     def clip(step: int) -> None:
         nn.utils.clip_grad_norm_(model.parameters(), 0.01)
@@ -488,7 +440,6 @@ def profiled(job: Job) -> None:
             before_step=clip,
             after_step=lambda _: profiler.step(),
         )
-    job.record_state(model, optimizer)
 
 
 def _seeded(seed: int) -> torch.Generator:
@@ -629,10 +580,7 @@ def refusals() -> dict[str, str]:
     found: dict[str, str] = {}
 
     def note(what: str, use: Callable[[], object]) -> None:
-        try:
-            use()
-        except bytesched.BytesschedError as error:
-            found[what] = f"{type(error).__name__}: {error}"
+        found[what] = raised(use)
 
     with contextlib.closing(job):
         model = job.ddp(uneven())

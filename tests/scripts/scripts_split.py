@@ -5,48 +5,38 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import torch
+from raised import raised
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
-from training import STEPS, Job, adamw, mlp, sgd, train
+from training import STEPS, Job, adamw, mlp, script, sgd, train
 
 from bytesched.errors import PluginError
-
-
-def _train(job: Job, before_step: Callable[[nn.Module, int], object], steps: int = STEPS) -> None:
-    model = job.ddp(mlp())
-    optimizer = job.wrap(adamw(model), model)
-    train(job, model, optimizer, steps=steps, before_step=lambda step: before_step(model, step))
-    job.record_state(model, optimizer)
 
 
 def _gradients(model: nn.Module) -> list[Tensor]:
     return [p.grad for p in model.parameters() if p.grad is not None]
 
 
-def norm_of_kind(job: Job, kind: float) -> None:
-    def clip(model: nn.Module, _: int) -> None:
-        job.record("norm", clip_grad_norm_(model.parameters(), 0.05, norm_type=kind))
-
-    _train(job, clip)
+@script(adamw, when="before_step")
+def norm_of_kind(job: Job, model: Any, optimizer: Any, step: int, kind: float) -> None:
+    job.record("norm", clip_grad_norm_(model.parameters(), 0.05, norm_type=kind))
 
 
-def clipped_in_a_closure(job: Job) -> None:
+@script(adamw, when="step")
+def clipped_in_a_closure(job: Job, model: Any, optimizer: Any, step: int) -> None:
     """As a trainer does: everything up to the clipped gradients is in what step() calls."""
-    model = job.ddp(mlp())
-    optimizer = job.wrap(adamw(model), model)
-    for step in range(STEPS):
 
-        def evaluate(step: int = step) -> Tensor:
-            optimizer.zero_grad()
-            loss: Tensor = model(job.inputs(step)).square().mean()
-            loss.backward()
-            job.record("norm", clip_grad_norm_(model.parameters(), 0.05))
-            return loss
+    def evaluate(step: int = step) -> Tensor:
+        optimizer.zero_grad()
+        loss: Tensor = model(job.inputs(step)).square().mean()
+        loss.backward()
+        job.record("norm", clip_grad_norm_(model.parameters(), 0.05))
+        return loss
 
-        job.record("loss", optimizer.step(evaluate))
-    job.record_state(model, optimizer)
+    job.record("loss", optimizer.step(evaluate))
 
 
 def clipped_and_named_twice(job: Job) -> None:
@@ -67,107 +57,84 @@ def clipped_and_named_twice(job: Job) -> None:
     job.record_state(model, optimizer)
 
 
-def norm_only_logged(job: Job) -> None:
-    def log(model: nn.Module, _: int) -> None:
-        job.record("norm", nn.utils.get_total_norm(_gradients(model)))
-
-    _train(job, log)
+@script(adamw, when="before_step")
+def norm_only_logged(job: Job, model: Any, optimizer: Any, step: int) -> None:
+    job.record("norm", nn.utils.get_total_norm(_gradients(model)))
 
 
-def norm_logged_by_rank_0(job: Job) -> None:
+@script(adamw, when="before_step")
+def norm_logged_by_rank_0(job: Job, model: Any, optimizer: Any, step: int) -> None:
     """The other ranks answer nothing."""
-
-    def log(model: nn.Module, step: int) -> None:
-        norm = torch.zeros(())
-        if job.rank == 0 and step % 2:
-            norm = nn.utils.get_total_norm(_gradients(model))
-        job.record("norm", norm)
-
-    _train(job, log)
+    norm = torch.zeros(())
+    if job.rank == 0 and step % 2:
+        norm = nn.utils.get_total_norm(_gradients(model))
+    job.record("norm", norm)
 
 
-def norm_logged_by_rank_0_before_a_barrier(job: Job) -> None:
+@script(adamw, when="before_step")
+def norm_logged_by_rank_0_before_a_barrier(job: Job, model: Any, optimizer: Any, step: int) -> None:
     """The other ranks wait for it before they step."""
-
-    def log(model: nn.Module, step: int) -> None:
-        norm = torch.zeros(())
-        if job.rank == 0 and step > 1:
-            norm = nn.utils.get_total_norm(_gradients(model))
-        job.record("norm", norm)
-        job.barrier()
-
-    _train(job, log)
+    norm = torch.zeros(())
+    if job.rank == 0 and step > 1:
+        norm = nn.utils.get_total_norm(_gradients(model))
+    job.record("norm", norm)
+    job.barrier()
 
 
-def logged_by_rank_0_before_changes(job: Job) -> None:
+@script(adamw, when="before_step")
+def logged_by_rank_0_before_changes(job: Job, model: Any, optimizer: Any, step: int) -> None:
     """Rank 0 asks once more than others, before what all of them change."""
-
-    def clip(model: nn.Module, _: int) -> None:
-        if job.rank == 0:
-            nn.utils.get_total_norm(_gradients(model))
-        for gradient in _gradients(model):
-            gradient.div_(3.0)
-        job.record("norm", clip_grad_norm_(model.parameters(), 0.05))
-
-    _train(job, clip)
+    if job.rank == 0:
+        nn.utils.get_total_norm(_gradients(model))
+    for gradient in _gradients(model):
+        gradient.div_(3.0)
+    job.record("norm", clip_grad_norm_(model.parameters(), 0.05))
 
 
-def changed_out_of_sight(job: Job) -> None:
+@script(adamw, when="before_step")
+def changed_out_of_sight(job: Job, model: Any, optimizer: Any, step: int) -> None:
     """Through operations and aliases that are not noted, between norms that are."""
-
-    def clip(model: nn.Module, step: int) -> None:
-        gradients = _gradients(model)
-        job.record("norm", nn.utils.get_total_norm(gradients))
-        gradients[0].add_(0.01)
-        flat = gradients[2].view(-1)
-        job.record("norm", clip_grad_norm_(model.parameters(), 0.05))
-        gradients[2].mul_(2.0)
-        flat.add_(0.001)
-        job.record("flat", flat)
-        job.record("norm", nn.utils.get_total_norm(gradients))
-
-    _train(job, clip)
+    gradients = _gradients(model)
+    job.record("norm", nn.utils.get_total_norm(gradients))
+    gradients[0].add_(0.01)
+    flat = gradients[2].view(-1)
+    job.record("norm", clip_grad_norm_(model.parameters(), 0.05))
+    gradients[2].mul_(2.0)
+    flat.add_(0.001)
+    job.record("flat", flat)
+    job.record("norm", nn.utils.get_total_norm(gradients))
 
 
-def norms_of_rows(job: Job) -> None:
+@script(adamw, when="before_step")
+def norms_of_rows(job: Job, model: Any, optimizer: Any, step: int) -> None:
     """Of parts of tensors, and of kinds that are for matrices alone."""
-
-    def log(model: nn.Module, _: int) -> None:
-        weight = next(model.parameters()).grad
-        assert weight is not None
-        job.record("rows", weight.norm(dim=1))
-        job.record("kept", weight.norm(keepdim=True))
-        job.record("matrix", torch.linalg.norm(weight, 2))
-        job.record("frobenius", torch.linalg.norm(weight, "fro"))
-        job.record("counted", torch.linalg.vector_norm(weight, 0))
-        job.record("wide", torch.linalg.vector_norm(weight, 2, dtype=torch.float64))
-
-    _train(job, log)
+    weight = next(model.parameters()).grad
+    assert weight is not None
+    job.record("rows", weight.norm(dim=1))
+    job.record("kept", weight.norm(keepdim=True))
+    job.record("matrix", torch.linalg.norm(weight, 2))
+    job.record("frobenius", torch.linalg.norm(weight, "fro"))
+    job.record("counted", torch.linalg.vector_norm(weight, 0))
+    job.record("wide", torch.linalg.vector_norm(weight, 2, dtype=torch.float64))
 
 
-def different_norms(job: Job) -> None:
+@script(adamw, when="before_step")
+def different_norms(job: Job, model: Any, optimizer: Any, step: int) -> None:
     """Each rank asks for another one, which no other rank answers."""
-
-    def log(model: nn.Module, _: int) -> None:
-        job.record("norm", nn.utils.get_total_norm(_gradients(model), float(job.rank + 1)))
-
-    _train(job, log)
+    job.record("norm", nn.utils.get_total_norm(_gradients(model), float(job.rank + 1)))
 
 
-def clipped_by_hand(job: Job) -> None:
+@script(adamw, when="before_step")
+def clipped_by_hand(job: Job, model: Any, optimizer: Any, step: int) -> None:
     """As scripts did before there was a function for it."""
-
-    def clip(model: nn.Module, _: int) -> None:
-        total = 0.0
-        for p in model.parameters():
-            if p.grad is not None:
-                total += p.grad.data.norm(2).item() ** 2
-        scale = 0.05 / (total**0.5 + 1e-6)
-        for gradient in _gradients(model):
-            gradient.data.mul_(scale)
-        job.record("norm", total)
-
-    _train(job, clip)
+    total = 0.0
+    for p in model.parameters():
+        if p.grad is not None:
+            total += p.grad.data.norm(2).item() ** 2
+    scale = 0.05 / (total**0.5 + 1e-6)
+    for gradient in _gradients(model):
+        gradient.data.mul_(scale)
+    job.record("norm", total)
 
 
 #: a number for each gradient, as scripts find it by hand
@@ -189,32 +156,28 @@ BY_HAND: list[Callable[[Tensor], Tensor]] = [
 ]
 
 
-def numbers_by_hand(job: Job, kinds: list[int]) -> None:
-    def look(model: nn.Module, _: int) -> None:
-        for kind in kinds:
-            job.record("numbers", torch.stack([BY_HAND[kind](g) for g in _gradients(model)]))
-
-    _train(job, look)
+@script(adamw, when="before_step")
+def numbers_by_hand(job: Job, model: Any, optimizer: Any, step: int, kinds: list[int]) -> None:
+    for kind in kinds:
+        job.record("numbers", torch.stack([BY_HAND[kind](g) for g in _gradients(model)]))
 
 
-def parts_of_sums(job: Job) -> None:
+@script(adamw, when="before_step")
+def parts_of_sums(job: Job, model: Any, optimizer: Any, step: int) -> None:
     """Along a dimension, of two gradients, or with what is no number: nobody else can answer."""
-
-    def look(model: nn.Module, step: int) -> None:
-        first, *_, last = _gradients(model)
-        job.record("rows", (first**2).sum(0))
-        job.record("maxima", [*first.abs().max(dim=0)])
-        job.record("scaled", (last * torch.ones_like(last)).sum())
-        job.record("shaped", first.view(2, -1).sum())
-
-    _train(job, look)
+    first, *_, last = _gradients(model)
+    job.record("rows", (first**2).sum(0))
+    job.record("maxima", [*first.abs().max(dim=0)])
+    job.record("scaled", (last * torch.ones_like(last)).sum())
+    job.record("shaped", first.view(2, -1).sum())
 
 
-def squares_kept(job: Job) -> None:
+@script(adamw)
+def squares_kept(job: Job, model: Any, optimizer: Any) -> None:
     """What was made of a gradient has the values of that moment, whatever becomes of it."""
     kept: list[Tensor] = []
 
-    def look(model: nn.Module, step: int) -> None:
+    def look(step: int) -> None:
         first, second, *others = _gradients(model)
         job.record("kept", kept)
         squares = [gradient**2 for gradient in _gradients(model)]
@@ -235,41 +198,33 @@ def squares_kept(job: Job) -> None:
         if step % 3:
             kept[-1].zero_()
 
-    _train(job, look)
+    train(job, model, optimizer, before_step=look)
 
 
-def each_clipped_by_itself(job: Job) -> None:
+@script(adamw, when="before_step")
+def each_clipped_by_itself(job: Job, model: Any, optimizer: Any, step: int) -> None:
     """A norm after every change: more questions than are answered."""
-
-    def clip(model: nn.Module, _: int) -> None:
-        for p in model.parameters():
-            job.record("norm", clip_grad_norm_([p], 0.02))
-
-    _train(job, clip)
+    for p in model.parameters():
+        job.record("norm", clip_grad_norm_([p], 0.02))
 
 
-def norm_after_changes(job: Job) -> None:
-    def clip(model: nn.Module, _: int) -> None:
-        torch._foreach_mul_(_gradients(model), 3.0)
-        clip_grad_value_(model.parameters(), 0.01)
-        job.record("norm", clip_grad_norm_(model.parameters(), 0.05, foreach=True))
-
-    _train(job, clip)
+@script(adamw, when="before_step")
+def norm_after_changes(job: Job, model: Any, optimizer: Any, step: int) -> None:
+    torch._foreach_mul_(_gradients(model), 3.0)
+    clip_grad_value_(model.parameters(), 0.01)
+    job.record("norm", clip_grad_norm_(model.parameters(), 0.05, foreach=True))
 
 
-def read_between_changes(job: Job) -> None:
+@script(adamw, when="before_step")
+def read_between_changes(job: Job, model: Any, optimizer: Any, step: int) -> None:
     """Every rank reads other gradients whole, at other moments."""
-
-    def clip(model: nn.Module, step: int) -> None:
-        parameters = list(model.parameters())
-        if step % 2 == job.rank:
-            job.record("gradient", parameters[job.rank].grad)
-        job.record("norm", clip_grad_norm_(parameters, 0.05))
-        job.record("clipped", parameters[-1].grad)
-        torch._foreach_mul_(_gradients(model), 0.5)
-        job.record("halved", [gradient.sum() for gradient in _gradients(model)])
-
-    _train(job, clip)
+    parameters = list(model.parameters())
+    if step % 2 == job.rank:
+        job.record("gradient", parameters[job.rank].grad)
+    job.record("norm", clip_grad_norm_(parameters, 0.05))
+    job.record("clipped", parameters[-1].grad)
+    torch._foreach_mul_(_gradients(model), 0.5)
+    job.record("halved", [gradient.sum() for gradient in _gradients(model)])
 
 
 def nonfinite_norm(job: Job) -> None:
@@ -297,26 +252,6 @@ def nonfinite_norm(job: Job) -> None:
     job.record_state(model, optimizer)
 
 
-def scaled_with_infs(job: Job, optimizer_of: str) -> None:
-    """An infinite loss on one rank: all ranks skip the step."""
-    model = job.ddp(mlp())
-    optimizer = job.wrap({"sgd": sgd, "adamw": adamw}[optimizer_of](model), model)
-    scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=3)
-    for step in range(2 * STEPS):
-        optimizer.zero_grad()
-        loss = model(job.inputs(step)).square().mean()
-        if step in (3, 8) and job.rank == 0:
-            loss = loss * float("inf")
-        scaler.scale(loss).backward()
-        if step % 2:
-            scaler.unscale_(optimizer)
-            job.record("norm", clip_grad_norm_(model.parameters(), 0.05))
-        scaler.step(optimizer)
-        scaler.update()
-        job.record("scale", scaler.get_scale())
-    job.record_state(model, optimizer)
-
-
 def two_optimizers(job: Job) -> None:
     """Each clips and steps its half, one after the other."""
     model = job.ddp(mlp())
@@ -335,30 +270,24 @@ def two_optimizers(job: Job) -> None:
     job.record_state(model, *optimizers)
 
 
-def accumulated(job: Job) -> None:
-    model = job.ddp(mlp())
-    optimizer = job.wrap(adamw(model), model)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        for micro in range(3):
-            with model.no_sync() if micro < 2 else contextlib.nullcontext():
-                model(job.inputs(10 * step + micro)).square().mean().backward()
-        job.record("norm", clip_grad_norm_(model.parameters(), 0.05))
-        optimizer.step()
-    job.record_state(model, optimizer)
+@script(adamw, when="step")
+def accumulated(job: Job, model: Any, optimizer: Any, step: int) -> None:
+    optimizer.zero_grad()
+    for micro in range(3):
+        with model.no_sync() if micro < 2 else contextlib.nullcontext():
+            model(job.inputs(10 * step + micro)).square().mean().backward()
+    job.record("norm", clip_grad_norm_(model.parameters(), 0.05))
+    optimizer.step()
 
 
-def clipped_and_kept(job: Job) -> None:
+@script(sgd, when="step", steps=2 * STEPS)
+def clipped_and_kept(job: Job, model: Any, optimizer: Any, step: int) -> None:
     """Clipped in every round, stepped in every other one: clipped gradients accumulate."""
-    model = job.ddp(mlp())
-    optimizer = job.wrap(sgd(model), model)
-    for step in range(2 * STEPS):
-        model(job.inputs(step)).square().mean().backward()
-        job.record("norm", clip_grad_norm_(model.parameters(), 0.05))
-        if step % 2:
-            optimizer.step()
-            optimizer.zero_grad()
-    job.record_state(model, optimizer)
+    model(job.inputs(step)).square().mean().backward()
+    job.record("norm", clip_grad_norm_(model.parameters(), 0.05))
+    if step % 2:
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 class Giant(nn.Module):
@@ -379,22 +308,20 @@ class Giant(nn.Module):
         return output
 
 
-def giant_and_unused(job: Job) -> None:
-    model = job.ddp(Giant(), find_unused_parameters=True)
-    optimizer = job.wrap(adamw(model), model)
-    for step in range(2 * STEPS):
-        optimizer.zero_grad()
-        model(job.inputs(step), seldom=step % 3 == job.rank).square().mean().backward()
-        job.record("norm", clip_grad_norm_(model.parameters(), 0.05))
-        optimizer.step()
-    job.record_state(model, optimizer)
+@script(adamw, module=Giant, when="step", steps=2 * STEPS, find_unused_parameters=True)
+def giant_and_unused(job: Job, model: Any, optimizer: Any, step: int) -> None:
+    optimizer.zero_grad()
+    model(job.inputs(step), seldom=step % 3 == job.rank).square().mean().backward()
+    job.record("norm", clip_grad_norm_(model.parameters(), 0.05))
+    optimizer.step()
 
 
-def aliases_kept(job: Job) -> None:
+@script(adamw)
+def aliases_kept(job: Job, model: Any, optimizer: Any) -> None:
     """Other tensors over the gradients of a round, used and changed in the next one."""
     kept: list[Tensor] = []
 
-    def smooth(model: nn.Module, step: int) -> None:
+    def smooth(step: int) -> None:
         if not step % 2:
             kept[:] = [gradient.detach() for gradient in _gradients(model)]
         else:
@@ -405,13 +332,12 @@ def aliases_kept(job: Job) -> None:
         if step % 2:
             job.record("changed", kept[0])
 
-    _train(job, smooth)
+    train(job, model, optimizer, before_step=smooth)
 
 
-def norms_inside_backward(job: Job) -> None:
+@script(adamw)
+def norms_inside_backward(job: Job, model: Any, optimizer: Any) -> None:
     """A hook looks at gradients of the last step, which nobody has zeroed, during the next one."""
-    model = job.ddp(mlp())
-    optimizer = job.wrap(adamw(model), model)
     first, *_ = model.parameters()
 
     def look(*_: Tensor) -> None:
@@ -424,7 +350,6 @@ def norms_inside_backward(job: Job) -> None:
         model(job.inputs(step)).square().mean().backward()
         job.record("norm", clip_grad_norm_(model.parameters(), 0.05))
         optimizer.step()
-    job.record_state(model, optimizer)
 
 
 def refused(alone: bool, compression: str) -> str:
@@ -432,8 +357,4 @@ def refused(alone: bool, compression: str) -> str:
     job = Job(wrapped=True, split="on", module_alone=alone, compression=compression)
     with contextlib.closing(job):
         model = job.ddp(nn.Linear(2, 2))
-        try:
-            job.wrap(sgd(model), model)
-        except PluginError as error:
-            return str(error)
-    return ""
+        return raised(lambda: job.wrap(sgd(model), model), PluginError)

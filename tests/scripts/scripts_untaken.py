@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from training import STEPS, Job, adamw, mlp, train
+from training import STEPS, Job, adamw, mlp, script, train
 
 import bytesched
 
@@ -51,19 +51,13 @@ def scaled_by_each_rank(job: Job) -> None:
     job.record_state(model, optimizer)
 
 
-def changed_and_flushed(job: Job) -> None:
-    model = job.ddp(mlp())
-    optimizer = job.wrap(adamw(model), model)
-
-    def change(step: int) -> None:
-        nn.utils.clip_grad_value_(model.parameters(), 0.001)
-        if job.wrapped and step % 2 == job.rank:
-            bytesched.flush(optimizer)
-        if step % 2:
-            job.record(f"gradients {step}", [p.grad for p in model.parameters()])
-
-    train(job, model, optimizer, before_step=change)
-    job.record_state(model, optimizer)
+@script(adamw, when="before_step")
+def changed_and_flushed(job: Job, model: Any, optimizer: Any, step: int) -> None:
+    nn.utils.clip_grad_value_(model.parameters(), 0.001)
+    if job.wrapped and step % 2 == job.rank:
+        bytesched.flush(optimizer)
+    if step % 2:
+        job.record(f"gradients {step}", [p.grad for p in model.parameters()])
 
 
 def some_taken_later(job: Job) -> None:
@@ -87,10 +81,9 @@ def some_taken_later(job: Job) -> None:
     job.record_state(model, optimizer)
 
 
-def kept_and_not_read(job: Job) -> None:
+@script(adamw)
+def kept_and_not_read(job: Job, model: Any, optimizer: Any) -> None:
     """The script has them still when those of the next round are there."""
-    model = job.ddp(mlp())
-    optimizer = job.wrap(adamw(model), model)
     for step in range(STEPS):
         model(job.inputs(step)).square().mean().backward()
         if step % 2:
@@ -100,7 +93,6 @@ def kept_and_not_read(job: Job) -> None:
             optimizer.step()
         optimizer.zero_grad()
     job.record("kept", kept)
-    job.record_state(model, optimizer)
 
 
 class _Branch(nn.Module):
@@ -115,16 +107,13 @@ class _Branch(nn.Module):
         return self.second(y) if both else y
 
 
-def unused_in_between(job: Job) -> None:
+@script(adamw, module=_Branch, when="step", steps=3 * STEPS, find_unused_parameters=True)
+def unused_in_between(job: Job, model: Any, optimizer: Any, step: int) -> None:
     """Gradients are added up over four rounds; one rank uses a layer, in the first and the last."""
-    model = job.ddp(_Branch(), find_unused_parameters=True)
-    optimizer = job.wrap(adamw(model), model)
-    for step in range(3 * STEPS):
-        both = step % 4 in (0, 3) and job.rank == step % 3 % 2
-        model(job.inputs(step), both=both).square().mean().backward()
-        if step % 8 == 6:
-            job.record(f"{step}", [p.grad for p in model.parameters()])
-        if step % 4 == 3:
-            optimizer.step()
-            optimizer.zero_grad()
-    job.record_state(model, optimizer)
+    both = step % 4 in (0, 3) and job.rank == step % 3 % 2
+    model(job.inputs(step), both=both).square().mean().backward()
+    if step % 8 == 6:
+        job.record(f"{step}", [p.grad for p in model.parameters()])
+    if step % 4 == 3:
+        optimizer.step()
+        optimizer.zero_grad()

@@ -7,8 +7,11 @@ through `job.ddp` and `job.wrap`, and records what it sees; `compare` says where
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import functools
+import logging
+from collections.abc import Callable, Iterator, Mapping
 from math import isclose
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -209,6 +212,84 @@ def train(
         if after_step:
             after_step(step)
         job.record(f"loss {step}", loss)
+
+
+def backward(job: Job, model: Any, step: int) -> Tensor:
+    """The loss of a batch, whose gradients are on their way."""
+    loss: Tensor = model(job.inputs(step)).square().mean()
+    loss.backward()
+    return loss
+
+
+def closure_of(job: Job, model: Any, optimizer: Optimizer, step: int) -> Callable[[], Tensor]:
+    """A backward pass for the optimizer's step() to call."""
+
+    def evaluate() -> Tensor:
+        optimizer.zero_grad()
+        return backward(job, model, step)
+
+    return evaluate
+
+
+def script(
+    make: Callable[[Any], Optimizer],
+    module: Callable[[], nn.Module] | None = None,
+    *,
+    when: str = "all",
+    steps: int = STEPS,
+    fields: Mapping[str, Any] = MappingProxyType({}),
+    shape: tuple[int, ...] = (),
+    **arguments: Any,
+) -> Callable[[Callable[..., None]], Script]:
+    """Makes a script of a function of the job, a model, its optimizer and what the case gives.
+
+    Args:
+        make: the optimizer of a model.
+        module: what is put under DDP, with the ``arguments``; else an `mlp`.
+        when: the function is "all" of the training, or one "step" of it, or what the usual loop
+            calls "before_step" or "after_step"; all but the first get the number of the step.
+        fields: for `Job.wrap`.
+        shape: of the batches of that loop.
+    """
+
+    def made(function: Callable[..., None]) -> Script:
+        @functools.wraps(function)
+        def run(job: Job, *args: Any) -> None:
+            model = job.ddp((module or mlp)(), **arguments)
+            optimizer = job.wrap(make(model), model, **fields)
+
+            def act(step: int) -> None:
+                function(job, model, optimizer, step, *args)
+
+            if when == "all":
+                function(job, model, optimizer, *args)
+            elif when == "step":
+                for step in range(steps):
+                    act(step)
+            else:
+                hooks: dict[str, Any] = {when: act}
+                if shape:
+                    hooks["inputs"] = lambda step: job.inputs(step, *shape)
+                train(job, model, optimizer, steps=steps, **hooks)
+            job.record_state(model, optimizer)
+
+        return run
+
+    return made
+
+
+@contextlib.contextmanager
+def listening(level: int = logging.NOTSET) -> Iterator[list[str]]:
+    """What bytesched logs inside, as it comes."""
+    said: list[str] = []
+    handler = logging.Handler(level)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    log = logging.getLogger("bytesched")
+    log.addHandler(handler)
+    try:
+        yield said
+    finally:
+        log.removeHandler(handler)
 
 
 def mlp() -> nn.Sequential:

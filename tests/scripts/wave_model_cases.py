@@ -12,9 +12,11 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from raised import raised
 from rank_worker import die_at, gloo_threads, gloo_threads_left, signals
 from torch import Tensor, nn
 from torch.nn import functional
+from training import listening
 from wave_cases import CLASSES, WIDTH, batch_of
 
 from bytesched.errors import BytesschedError, SchedulerClosed, TransportError
@@ -311,23 +313,12 @@ def state_dict_fails() -> str:
 
 def used_after_they_were_closed() -> list[str]:
     """Also what was said of settings that do nothing."""
-    said: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("bytesched").addHandler(handler)
-    try:
+    with listening(logging.WARNING) as said:
         waves = waves_of(chain(), enabled=False, compression="fp16", timeout_s=600.0)
-    finally:
-        logging.getLogger("bytesched").removeHandler(handler)
     waves.close()
     uses: list[Callable[[], object]] = [
         lambda: waves.step(*batch_of(0)),
         lambda: waves.predict(batch_of(0)[0]),
         waves.state_dict,
     ]
-    for use in uses:
-        try:
-            use()
-        except SchedulerClosed as error:
-            said.append(str(error))
-    return said
+    return [*said, *(raised(use, SchedulerClosed).partition(": ")[2] for use in uses)]

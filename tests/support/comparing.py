@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from ranks import Ranks, address_of
-from training import compare
+from training import Job, compare
 
 Figures = dict[str, int | float | str]
 
@@ -23,14 +23,16 @@ def check(
     *args: Any,
     mode: str = "cross",
     rtol: float = 0.0,
+    kind: type[Job] = Job,
     **options: Any,
 ) -> list[Figures]:
     """Each rank's figures of the wrapped run, after it was found equal to the plain one.
 
     Args:
         mode: in which it ends; empty: in any, the same on all ranks.
+        kind: of both runs.
     """
-    outcomes = ranks.run(compare, address_of(script), args, options, rtol)
+    outcomes = ranks.run(compare, address_of(script), args, options, rtol, kind)
     for rank, (found, _) in enumerate(outcomes):
         assert not found, f"rank {rank}:\n" + "\n".join(found[:20])
     figures = [stats for _, stats in outcomes]

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from access_order import Order, unnoticed
 from fake_cuda import CUDA, Clock
+from looped import inputs, mlp
 from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -185,17 +186,8 @@ def alone() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def mlp() -> nn.Sequential:
-    torch.manual_seed(7)
-    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.Linear(16, 4))
-
-
 def sgd(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
-
-
-def inputs(step: int) -> Tensor:
-    return torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
 
 
 #: DDP's own, of which it refuses one by its name on Gloo, though that works there

@@ -1,34 +1,18 @@
-"""Hostile scripts that are drawn, one after the other, until a time is up: see scripts/hostile.
-
-Each is trained plain and wrapped on two to four ranks. It passes with equal bits, or with a named
-error on every rank where the plan may be refused. A rank that ends is heard of by name at once.
-"""
+"""What a drawn training is, what becomes of its ranks, and what is wrong with how they fared."""
 
 from __future__ import annotations
 
-import argparse
 import random
-import sys
-import time
-from collections import Counter
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
-if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
-
-import drawn_cases as cases
 from drawn_cases import CODES, Fate, Seen
 from drawn_optimizers import UNKNOWN, VOUCHED
 from drawn_plans import LOOPS, MOMENTS, Plan
-from ranks import ExitedRank, RankFailure, Ranks, run_fresh
+from ranks import ExitedRank
 from scripts_optimizers import SPLITTABLE
 
 #: of every wait of ours; ranks that end are heard of long before
 TIMEOUT_S = 15.0
-#: a turn takes a second or two: one that takes longer than this hangs, however busy the machine is
-HANGS_S = 90.0
 
 #: fields of Config, by mode
 MODES: dict[str, dict[str, Any]] = {
@@ -37,8 +21,6 @@ MODES: dict[str, dict[str, Any]] = {
     "shard": {"shard": True},
     "barrier": {"cross_barrier": False},
 }
-#: how often each kind of turn is drawn
-KINDS = {"compared": 5, "skipped": 1, "ended": 2}
 #: what refuses a use; others say that something went wrong
 REFUSALS = ("PluginError", "UnusedParameterError", "ConfigError", "MismatchError")
 
@@ -84,59 +66,6 @@ def fate_of(draw: random.Random, plan: Plan, way: str) -> Fate:
     return Fate(
         draw.randrange(plan.world_size), draw.randrange(plan.rounds), draw.choice(moments), way
     )
-
-
-@dataclass
-class Hostile:
-    """The turns of one seed, and what they have found."""
-
-    seed: int
-    failures: list[str] = field(default_factory=list)
-    counts: Counter[str] = field(default_factory=Counter)
-    _pools: dict[int, Ranks] = field(default_factory=dict)
-
-    def close(self) -> None:
-        for ranks in self._pools.values():
-            ranks.close()
-
-    def turn(self, number: int) -> str:
-        """Runs a turn; what it was and how it went, in one line."""
-        draw = random.Random(f"{self.seed} {number}")
-        kind = draw.choices(list(KINDS), list(KINDS.values()))[0]
-        plan = plan_of(draw, f"{self.seed}.{number}", kind)
-        way = {"compared": "", "skipped": "skip"}.get(kind) or draw.choice(list(CODES))
-        fate = None if kind == "compared" else fate_of(draw, plan, way)
-        if kind == "ended":
-            assert fate is not None
-            verdict, wrong = self._ended(plan, fate)
-        else:
-            verdict, wrong = self._compared(plan, fate)
-        self.counts[f"{kind}: {verdict}"] += 1
-        what = f"{number} {kind} {plan}" + (f" {fate}" if fate else "")
-        if wrong:
-            again = f"./scripts/hostile --seed {self.seed} --turn {number}"
-            self.failures.append(f"{again}\n  {what}\n  {wrong}")
-        return f"{what}: {verdict}"
-
-    def _compared(self, plan: Plan, fate: Fate | None) -> tuple[str, str]:
-        if plan.world_size not in self._pools:
-            self._pools[plan.world_size] = Ranks(plan.world_size)
-        ranks = self._pools[plan.world_size]
-        try:
-            seen = ranks.run(cases.compared, plan, fate, timeout_s=HANGS_S)
-        except RankFailure as failure:
-            return "failed", str(failure)
-        if any(rank.impossible or rank.raised for rank in seen):
-            # A rank may hold what another one waits for.
-            ranks.close()
-            del self._pools[plan.world_size]
-        return verdict_of(seen, plan, fate)
-
-    def _ended(self, plan: Plan, fate: Fate) -> tuple[str, str]:
-        ends = run_fresh(
-            cases.ended, plan.world_size, timeout_s=HANGS_S, args=(asdict(plan), asdict(fate))
-        )
-        return verdict_of_ends(ends, plan, fate)
 
 
 def verdict_of(seen: list[Seen], plan: Plan, fate: Fate | None) -> tuple[str, str]:
@@ -186,33 +115,3 @@ def verdict_of_ends(ends: list[ExitedRank], plan: Plan, fate: Fate) -> tuple[str
         if "SchedulerTimeout" in named:
             return "found by the deadline alone", story
     return "named by all", ""
-
-
-def main(argv: list[str]) -> int:
-    """Runs turns for some minutes; 1 if one of them found anything."""
-    parser = argparse.ArgumentParser(prog="hostile", description=__doc__)
-    parser.add_argument("--minutes", type=float, default=10.0)
-    parser.add_argument("--seed", type=int, default=None, help="of all turns; drawn if not given")
-    parser.add_argument("--turn", type=int, default=None, help="only this one")
-    options = parser.parse_args(argv)
-    seed = random.randrange(1 << 30) if options.seed is None else options.seed
-    print(f"seed {seed}", flush=True)
-    hostile = Hostile(seed)
-    number, until_s = options.turn or 0, time.monotonic() + 60 * options.minutes
-    while True:
-        seen = len(hostile.failures)
-        print(hostile.turn(number), flush=True)
-        for failure in hostile.failures[seen:]:
-            print(f"FAILED {failure}", flush=True)
-        number += 1
-        if options.turn is not None or time.monotonic() > until_s:
-            break
-    hostile.close()
-    for verdict, count in sorted(hostile.counts.items()):
-        print(f"{count} {verdict}")
-    print(f"{hostile.counts.total()} turns, {len(hostile.failures)} failed")
-    return 1 if hostile.failures else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -96,7 +96,7 @@ def new_store() -> TCPStore:
 
 
 def address_of(case: Callable[..., object]) -> tuple[str, str]:
-    return inspect.getfile(case), case.__name__
+    return inspect.getfile(inspect.unwrap(case)), case.__name__
 
 
 class Ranks:

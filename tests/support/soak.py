@@ -1,4 +1,8 @@
-"""Random turns on two to four ranks, one after the other, until a time is up: see scripts/soak."""
+"""Random turns on two to four ranks, one after the other, until a time is up: see scripts/soak.
+
+Trainings are run plain and wrapped. A turn passes with equal bits, or with a named error on every
+rank where it may be refused; a rank that ends is heard of by name, and nothing of it stays.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,138 +24,122 @@ import drawn_cases
 import ends_cases
 import scripts_hostile
 import soak_cases as cases
-from hostile import plan_of, verdict_of
+from drawn_cases import CODES, Fate
+from drawn_plans import Plan
+from hostile import fate_of, plan_of, verdict_of, verdict_of_ends
 from ranks import RankFailure, Ranks, address_of, run_fresh
-from scripts_optimizers import SPLITTABLE
 
 #: after so many turns all that is made once per process is there
 _SETTLED = 8
 #: growth of one rank, from the end of the first quarter on, that is none
 _GROWTH_KIB = 16 * 1024
 #: a turn takes seconds: one that takes longer than this hangs, however busy the machine is
-_HANGS_S = 300.0
+HANGS_S = 300.0
 
 #: what nothing says where all went well
 _COMPLAINS = re.compile(r"Traceback|Fatal|Error|could not|ends before|not closed")
 
-#: how often each kind of turn is drawn
-_KINDS = {
-    "script": 5,
-    "wander": 5,
-    "hostile": 3,
-    "drawn": 3,
-    "faulty": 2,
-    "ended": 0.5,
-    "killed": 0.1,
-}
+#: how often each kind of turn is drawn: a script of the suite, one that does what it should not, a
+#: drawn training that is compared, leaves out a step on one rank, or is ended on one; a good end
+KINDS = {"script": 5, "hostile": 3, "compared": 5, "skipped": 1, "ended": 2, "well": 0.5}
+
+#: how a turn went, and what is wrong with it; empty if nothing is
+Verdict = tuple[str, str]
 
 
 @dataclass
 class Soak:
     """The turns of one seed, and what they have found."""
 
-    ranks: Ranks
     seed: int
+    #: of those turns that draw no number of ranks
+    world_size: int = 2
     #: how often each kind of turn is drawn
-    kinds: dict[str, float] = field(default_factory=lambda: dict(_KINDS))
+    kinds: dict[str, float] = field(default_factory=lambda: dict(KINDS))
     failures: list[str] = field(default_factory=list)
-    turns: Counter[str] = field(default_factory=Counter)
-    #: of each rank after every turn: threads, descriptors, resident KiB
+    counts: Counter[str] = field(default_factory=Counter)
+    #: of each rank of a pool of `world_size` after every turn: threads, descriptors, resident KiB
     left: list[list[tuple[int, int, int]]] = field(default_factory=list)
+    _pools: dict[int, Ranks] = field(default_factory=dict)
+
+    def close(self) -> None:
+        for ranks in self._pools.values():
+            ranks.close()
 
     def turn(self, number: int) -> str:
-        """Runs a turn and looks at what it has left; what it was, in one line."""
+        """Runs a turn and looks at what it has left; what it was and how it went, in one line."""
         draw = random.Random(f"{self.seed} {number}")
         kind = draw.choices(list(self.kinds), list(self.kinds.values()))[0]
-        self.turns[kind] += 1
-        run: Callable[[random.Random, str], str] = getattr(self, f"_{kind}")
+        run: Callable[[random.Random, str], tuple[str, Verdict]] = getattr(self, f"_{kind}")
         try:
-            what = run(draw, f"{self.seed}.{number}")
-            self.left.append(self.ranks.run(cases.left))
+            what, (verdict, wrong) = run(draw, f"{self.seed}.{number}")
+            if self.world_size in self._pools:
+                self.left.append(self._pools[self.world_size].run(cases.left))
         except RankFailure as failure:
-            self.failures.append(f"{number} {kind} {failure}")
+            what, verdict, wrong = "", "failed", str(failure)
             self.left.clear()  # the next turn has new processes
-            return f"{number} {kind}"
-        return f"{number} {kind} {what} left {self.left[-1]}"
+        self.counts[f"{kind}: {verdict}"] += 1
+        if wrong:
+            again = f"./scripts/soak --seed {self.seed} --turn {number} --ranks {self.world_size}"
+            self.failures.append(f"{again}\n  {kind} {what}\n  {wrong}")
+        left = f", left {self.left[-1]}" if self.left else ""
+        return f"{number} {kind} {what}: {verdict}{left}"
 
-    def _script(self, draw: random.Random, seed: str) -> str:
+    def _pool(self, world_size: int) -> Ranks:
+        if world_size not in self._pools:
+            self._pools[world_size] = Ranks(world_size)
+        return self._pools[world_size]
+
+    def _script(self, draw: random.Random, seed: str) -> tuple[str, Verdict]:
         name = draw.choice(sorted(cases.scripts()))
-        options = _settings(draw, self.ranks.world_size)
-        self._compare(cases.scripts()[name], (), options, f"{name} {options}")
-        return f"{name} {options}"
+        options = _settings(draw, self.world_size)
+        return f"{name} {options}", self._same(cases.scripts()[name], (), options)
 
-    def _wander(self, draw: random.Random, seed: str) -> str:
-        options = _settings(draw, self.ranks.world_size)
-        self._compare(cases.wander, (seed,), options, f"{seed} {options}")
-        return str(options)
-
-    def _hostile(self, draw: random.Random, seed: str) -> str:
-        options = _settings(draw, self.ranks.world_size, tuned=False)
+    def _hostile(self, draw: random.Random, seed: str) -> tuple[str, Verdict]:
+        options = _settings(draw, self.world_size, tuned=False)
         sharded = draw.random() < 0.3
         if sharded:
             options |= {"shard": True, "split": "auto"}
-        self._compare(scripts_hostile.hostile, (seed, sharded), options, f"{seed} {options}")
-        return str(options)
+        return f"{options}", self._same(scripts_hostile.hostile, (seed, sharded), options)
 
-    def _drawn(self, draw: random.Random, seed: str) -> str:
-        plan = replace(plan_of(draw, seed, "compared"), world_size=self.ranks.world_size)
-        # What may be refused leaves ranks that wait for each other.
-        known = draw.choices(sorted(SPLITTABLE), k=len(plan.optimizers))
-        loop = "one" if plan.loop == "joint" else plan.loop
-        options = plan.options | {"shard": False}
-        plan = replace(plan, optimizers=tuple(known), loop=loop, options=options)
-        seen = self.ranks.run(drawn_cases.compared, plan, timeout_s=_HANGS_S)
-        verdict, wrong = verdict_of(seen, plan, None)
-        if wrong or verdict.startswith("refused"):
-            self.failures.append(f"{plan}: {seen}")
-        return f"{plan}: {verdict}"
+    def _same(self, script: Callable[..., None], args: tuple[Any, ...], options: Any) -> Verdict:
+        ranks = self._pool(self.world_size)
+        differs = ranks.run(cases.same, address_of(script), args, options, timeout_s=HANGS_S)
+        return ("differs", str([found[:5] for found in differs])) if any(differs) else ("equal", "")
 
-    def _compare(
-        self, script: Callable[..., None], args: tuple[Any, ...], options: Any, what: str
-    ) -> None:
-        for rank, found in enumerate(
-            self.ranks.run(cases.same, address_of(script), args, options, timeout_s=_HANGS_S)
-        ):
-            if found:
-                self.failures.append(f"{what}: rank {rank}: {found[:5]}")
+    def _compared(self, draw: random.Random, seed: str) -> tuple[str, Verdict]:
+        plan = plan_of(draw, seed, "compared")
+        return f"{plan}", self.compare(plan)
 
-    def _faulty(self, draw: random.Random, seed: str) -> str:
-        fault, options = self._fault(draw), _settings(draw, self.ranks.world_size, tuned=False)
-        raised = self.ranks.run(cases.faulty, seed, fault, options, timeout_s=_HANGS_S)
-        if any(raised) and raised[fault[0]] != "Fault":
-            self.failures.append(f"{seed} {fault} {options}: {raised}")
-        return f"{fault} {options}: {raised}"
+    def _skipped(self, draw: random.Random, seed: str) -> tuple[str, Verdict]:
+        plan = plan_of(draw, seed, "skipped")
+        fate = fate_of(draw, plan, "skip")
+        return f"{plan} {fate}", self.compare(plan, fate)
 
-    def _killed(self, draw: random.Random, seed: str) -> str:
-        fault, options = self._fault(draw), _settings(draw, self.ranks.world_size, tuned=False)
-        ended = run_fresh(
-            cases.killed, self.ranks.world_size, args=(seed, fault, options), timeout_s=_HANGS_S
-        )
-        others = [end for rank, end in enumerate(ended) if rank != fault[0]]
-        said = [end.stdout.strip() for end in others]
-        codes = [end.code for end in ended]
-        reached = codes[fault[0]] == -9
-        silent = not reached and any("nothing" not in words for words in said)
-        if any(end.code != 0 for end in others) or silent:
-            self.failures.append(f"{seed} {fault} {options}: {codes} {said}\n{others}")
-        return f"{fault} {options}: {codes} {said}"
+    def _ended(self, draw: random.Random, seed: str) -> tuple[str, Verdict]:
+        plan = plan_of(draw, seed, "ended")
+        fate = fate_of(draw, plan, draw.choice(list(CODES)))
+        return f"{plan} {fate}", end(plan, fate)
 
-    def _fault(self, draw: random.Random) -> tuple[int, int, str]:
-        rank = draw.randrange(self.ranks.world_size)
-        return rank, draw.randrange(6), draw.choice(cases.MOMENTS)
+    def compare(self, plan: Plan, fate: Fate | None = None) -> Verdict:
+        """How a plain and a wrapped training differ."""
+        seen = self._pool(plan.world_size).run(drawn_cases.compared, plan, fate, timeout_s=HANGS_S)
+        if any(rank.impossible or rank.raised for rank in seen):
+            # A rank may hold what another one waits for.
+            self._pools.pop(plan.world_size).close()
+            self.left.clear()
+        return verdict_of(seen, plan, fate)
 
-    def _ended(self, draw: random.Random, seed: str) -> str:
+    def _well(self, draw: random.Random, seed: str) -> tuple[str, Verdict]:
         world_size = draw.choice((2, 2, 3, 4))
         options = _settings(draw, world_size, tuned=False)
         if draw.random() < 0.4:
             options |= {"shard": True, "split": "auto"}
-        ended = run_fresh(
-            ends_cases.ends_well, world_size, args=(seed, options), timeout_s=_HANGS_S
-        )
+        ended = run_fresh(ends_cases.ends_well, world_size, args=(seed, options), timeout_s=HANGS_S)
         is_well = all(end.code == 0 and not _COMPLAINS.search(end.stderr) for end in ended)
-        if not is_well or len({end.stdout for end in ended}) > 1:
-            self.failures.append(f"{seed} {options}: {ended}")
-        return f"{world_size} ranks, {options}, {max(end.seconds for end in ended):.1f} s"
+        is_equal = len({end.stdout for end in ended}) == 1
+        wrong = "" if is_well and is_equal else f"{ended}"
+        return f"{world_size} ranks, {options}", ("wrong" if wrong else "well", wrong)
 
     def leaks(self) -> list[str]:
         """What has grown from turn to turn."""
@@ -174,9 +162,9 @@ class Soak:
 
     def report(self) -> str:
         """Figures, in a few lines."""
-        lines = [", ".join(f"{count} {kind}" for kind, count in sorted(self.turns.items()))]
+        lines = [f"{count} {verdict}" for verdict, count in sorted(self.counts.items())]
         if not self.left:
-            return lines[0]
+            return "\n".join(lines)
         for rank, (first, last) in enumerate(
             zip(self.left[min(_SETTLED, len(self.left) - 1)], self.left[-1], strict=True)
         ):
@@ -185,6 +173,13 @@ class Soak:
                 f"{last[1]}, resident {first[2] // 1024} -> {last[2] // 1024} MiB"
             )
         return "\n".join(lines)
+
+
+def end(plan: Plan, fate: Fate) -> Verdict:
+    """How fresh processes end, of which one meets its fate."""
+    args = asdict(plan), asdict(fate)
+    ends = run_fresh(drawn_cases.ended, plan.world_size, timeout_s=HANGS_S, args=args)
+    return verdict_of_ends(ends, plan, fate)
 
 
 def _settings(draw: random.Random, ranks: int, *, tuned: bool = True) -> dict[str, Any]:
@@ -206,7 +201,7 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="soak", description=__doc__)
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--seed", type=int, default=None, help="of all turns; drawn if not given")
-    parser.add_argument("--kind", choices=sorted(_KINDS), help="only turns of this kind")
+    parser.add_argument("--kind", choices=sorted(KINDS), help="only turns of this kind")
     parser.add_argument("--turn", type=int, default=None, help="only this one")
     parser.add_argument(
         "--ranks", type=int, default=2, choices=(2, 3, 4), help="of turns that draw no number"
@@ -214,8 +209,7 @@ def main(argv: list[str]) -> int:
     options = parser.parse_args(argv)
     seed = random.randrange(1 << 30) if options.seed is None else options.seed
     print(f"seed {seed}", flush=True)
-    kinds = {options.kind: 1.0} if options.kind else _KINDS
-    soak = Soak(Ranks(options.ranks), seed, kinds)
+    soak = Soak(seed, options.ranks, {options.kind: 1.0} if options.kind else KINDS)
     number, until_s = options.turn or 0, time.monotonic() + 60 * options.minutes
     while True:
         seen = len(soak.failures)
@@ -225,7 +219,7 @@ def main(argv: list[str]) -> int:
         number += 1
         if options.turn is not None or time.monotonic() > until_s:
             break
-    soak.ranks.close()
+    soak.close()
     found = soak.failures + soak.leaks()
     print(soak.report())
     print("\n".join(found) or "nothing found")

@@ -94,11 +94,10 @@ def test_what_a_step_has_raised_is_not_raised_again() -> None:
 
 def test_a_rank_without_an_optimizer_is_heard_of_at_once(four_ranks: Ranks) -> None:
     *others, failed = four_ranks.run(burst_cases.makes_no_optimizer)
-    assert failed == "RuntimeError: no optimizer and left 0 threads"
+    assert failed == "RuntimeError: no optimizer"
     for said in others:
         assert said == (
-            "PluginError: rank 3 could not make its optimizers: RuntimeError: no optimizer "
-            "and left 0 threads"
+            "PluginError: rank 3 could not make its optimizers: RuntimeError: no optimizer"
         )
 
 
@@ -158,11 +157,11 @@ def test_a_rank_that_never_comes_is_not_waited_for_without_end(four_ranks: Ranks
 @pytest.mark.parametrize("at", [1, 2])
 def test_a_rank_that_cannot_connect_is_heard_of_at_once(at: int, four_ranks: Ranks) -> None:
     *others, failed = four_ranks.run(burst_cases.does_not_connect, at)
-    assert failed == "MemoryError: no room and left 0 threads"
+    assert failed == "MemoryError: no room"
     for said in others:
         assert said.startswith("PeerLost")
         assert "rank 3 said: MemoryError: no room" in said
-        assert said.endswith("and left 0 threads")
+        assert "and left" not in said
 
 
 def test_a_rank_that_dies_while_others_connect_is_missed_at_once() -> None:

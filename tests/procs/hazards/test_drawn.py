@@ -1,4 +1,4 @@
-"""Some turns of the generator of hostile scripts: see scripts/hostile."""
+"""Some turns of the generator of hostile scripts: see scripts/soak."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import drawn_cases as cases
 import pytest
 from drawn_cases import Fate
 from drawn_plans import Plan
-from hostile import Hostile, verdict_of, verdict_of_ends
+from hostile import verdict_of, verdict_of_ends
 from ranks import ExitedRank, Ranks
+from soak import Soak, end
 
 SHARDED = {"shard": True, "partition_bytes": 256, "credit_bytes": 256, "timeout_s": 15.0}
 FATE = Fate(rank=1, step=1, moment="before_step", way="exit")
@@ -17,12 +18,12 @@ FATE = Fate(rank=1, step=1, moment="before_step", way="exit")
 
 def test_some_turns() -> None:
     """Comparisons on two, three and four ranks, a step left out, and ends on three and four."""
-    hostile = Hostile(8)
-    with contextlib.closing(hostile):
+    soak = Soak(8, kinds={"compared": 5, "skipped": 1, "ended": 2})
+    with contextlib.closing(soak):
         for number in (16, 20, 40, 42, 43, 47):
-            hostile.turn(number)
-            assert not hostile.failures
-    assert hostile.counts == {
+            soak.turn(number)
+            assert not soak.failures
+    assert soak.counts == {
         "compared: equal": 3,
         "skipped: equal": 1,
         "ended: named by all": 2,
@@ -52,7 +53,7 @@ def test_some_turns() -> None:
 )
 def test_an_end_is_heard_of_at_once(plan: Plan, fate: Fate) -> None:
     """Where the others ask for a norm, or wait for an update of the other model."""
-    verdict, wrong = Hostile(0)._ended(plan, fate)
+    verdict, wrong = end(plan, fate)
     assert verdict == "named by all", wrong
 
 
@@ -74,3 +75,14 @@ def test_a_rounded_gradient_is_found(two_ranks: Ranks) -> None:
 def test_an_end_that_is_not_heard_of_is_found(code: int, said: str, verdict: str) -> None:
     ends = [ExitedRank(code, said, "", 1.0), ExitedRank(0, "reached", "", 1.0)]
     assert verdict_of_ends(ends, Plan("1", options=SHARDED, calm=True), FATE)[0] == verdict
+
+
+@pytest.mark.parametrize("seed", ["1022", "1274"])
+def test_others_hear_of_a_backward_pass_that_ended_before_a_chunk_was_complete(
+    two_ranks: Ranks, seed: str
+) -> None:
+    """The rank goes on without bytesched, and owes the others a round."""
+    options = {"partition_bytes": 1 << 20, "credit_bytes": 1 << 20, "split": "on"}
+    plan = Plan(seed, options=options, calm=True)
+    raised = two_ranks.run(cases.survived, plan, Fate(0, 2, "backward", "exception"))
+    assert raised == ["Fault", "PeerLost"]

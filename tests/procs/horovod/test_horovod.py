@@ -86,7 +86,7 @@ def test_optimizer_that_cannot_be_split(hvd_gloo: Pools, case: tuple[Any, ...]) 
     (uses.step_hooks, "after"),
     scripts.steps_in_a_row,
     scripts.step_without_backward,
-    uses.closure_that_only_looks,
+    scripts_optimizers.closure_that_only_looks,
     uses.backward_of_an_older_forward,
 )
 def test_stepping(hvd_gloo: Pools, case: tuple[Any, ...]) -> None:
@@ -168,7 +168,7 @@ MODELS = (
     *((scripts_models.one_model, name) for name in MODELS),
     models.mixed_dtypes,
     *((models.branching, turns) for turns in models.TURNS),
-    models.tied,
+    (scripts_models.one_model, "tied"),
     models.frozen_and_thawed,
     *((models.sparse, as_dense, op) for as_dense in (False, True) for op in ("Sum", "Average")),
     (models.sparse_accumulated, False),
@@ -210,9 +210,10 @@ def test_horovod_beside_training(hvd_gloo: Pools, case: tuple[Any, ...]) -> None
     scripts_reading.state_changed_after_step,
     scripts_reading.saved,
     scripts_reading.evaluated,
-    uses.averaged,
+    scripts_reading.averaged_model,
+    scripts_reading.deep_copied_optimizer,
     uses.resumed,
-    uses.rolled_back,
+    scripts_reading.rolled_back,
     uses.unwrapped_in_the_middle,
     (uses.unwrapped_between_backward_and_step, None, "Sum"),
     (uses.unwrapped_between_backward_and_step, 2, "Sum"),
@@ -240,7 +241,7 @@ def test_fifo(hvd_gloo: Pools) -> None:
 
 
 def test_without_crossing(hvd_gloo: Pools) -> None:
-    check(hvd_gloo(2), uses.averaged, mode="backward", cross_barrier=False)
+    check(hvd_gloo(2), scripts_reading.averaged_model, mode="backward", cross_barrier=False)
 
 
 @pytest.mark.parametrize("world_size", [3, 4])

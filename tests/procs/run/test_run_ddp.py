@@ -2,98 +2,113 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
 import pytest
-import run_cases
-from ranks import run_fresh
+import run_cases as scripts
+import scripts_gradients as gradients
+import scripts_models as models
+import scripts_optimizers as optimizers
+import scripts_rounds as rounds
+from ranks import address_of, run_fresh
 from run_outcomes import SMALL, Outcomes, left, outcomes
 
 pytestmark = pytest.mark.procs
 
-#: case -> the mode of each optimizer that is wrapped at its end
-MODES = {
-    "optimizer_after_ddp": ["cross"],
-    "optimizer_before_ddp": ["cross"],
-    "mixed_by_all_to_alls": ["cross"],
-    "mixed_by_functional_all_to_alls": ["cross"],
-    "two_models": ["cross", "cross"],
-    "two_models_of_one_optimizer": ["cross"],
-    "two_optimizers": ["cross", "cross"],
-    "another_optimizer_is_never_used": ["cross"],
-    "a_new_optimizer_in_the_middle": ["cross"],
-    "one_of_two_optimizers_is_replaced": ["cross", "cross"],
-    "optimizers_take_turns": ["cross"],
-    "ddp_made_again": ["cross"],
-    "optimizer_inside_an_optimizer": ["backward"],
-    "proxy_of_an_optimizer": ["cross"],
-    "forward_inside_step": ["cross"],
-    "lookahead": ["cross"],
-    "wrap_fails": [],
-    "first_forward_in_no_sync": ["cross"],
-    "evaluated_counted_and_copied": ["cross"],
-    "compiled_later": ["cross"],
-    "compiled_as_a_function": [],
-    "optimizer_compiled": [],
-    "wrapped_by_the_script": ["cross"],
-    "wrapped_late_by_the_script": ["cross"],
-    "declined_by_the_script": [],
-    "sparse_gradients": [],
-    "special_parameters": [],
-    "inside_join": [],
-    "stepped_inside_backward": [],
-    "never_trained": [],
-    "no_ddp": [],
-    "second_optimizer_begins_later": ["cross", "cross"],
-    "slow_first_step": ["cross"],
-    "state_made_by_one_rank": ["cross"],
-    "one_rank_steps_before": [],
-    "one_rank_has_other_settings": [],
-    "one_rank_leaves_it": [],
-    "wrap_fails_on_one_rank": [],
-    "around_ddp_everywhere": ["cross"],
-    "around_ddp_on_one_rank": ["cross"],
-    "frozen_when_wrapped": ["cross"],
-    "shared_encoder": ["cross", "cross"],
-    "put_into_a_new_ddp": ["cross"],
-    "forward_called_by_name": ["cross"],
-    "hook_registered_later": ["plain"],
-    "dropped": [],
+
+class Row(NamedTuple):
+    """A script and what comes of it."""
+
+    case: Callable[..., None]
+    #: of each optimizer that is wrapped at its end
+    modes: Sequence[str] = ("cross",)
+    #: of a model that is left as it was
+    said: str = ""
+    args: tuple[Any, ...] = ()
+
+
+CASES: dict[str, Row] = {
+    row.case.__name__: row
+    for row in (
+        Row(scripts.optimizer_after_ddp),
+        Row(scripts.optimizer_before_ddp),
+        Row(scripts.mixed_by_all_to_alls),
+        Row(scripts.mixed_by_functional_all_to_alls),
+        Row(scripts.two_models, ["cross", "cross"]),
+        Row(
+            scripts.two_models_of_one_optimizer,
+            said="this AdamW is already wrapped, with another model",
+        ),
+        Row(scripts.two_optimizers, ["cross", "cross"]),
+        Row(scripts.another_optimizer_is_never_used),
+        Row(scripts.a_new_optimizer_in_the_middle),
+        Row(scripts.one_of_two_optimizers_is_replaced, ["cross", "cross"]),
+        Row(scripts.optimizers_take_turns),
+        Row(scripts.ddp_made_again),
+        Row(scripts.optimizer_inside_an_optimizer, ["backward"]),
+        Row(optimizers.delegating),
+        Row(optimizers.closure),
+        Row(scripts.lookahead),
+        Row(scripts.wrap_fails, [], "ZeroDivisionError: no hooks here"),
+        Row(gradients.no_sync),
+        Row(scripts.evaluated_counted_and_copied),
+        Row(scripts.compiled_later),
+        Row(scripts.compiled_as_a_function, [], "nothing calls it outside compiled code"),
+        Row(scripts.optimizer_compiled, [], "no step() of an optimizer"),
+        Row(scripts.wrapped_by_the_script),
+        Row(scripts.wrapped_late_by_the_script),
+        Row(scripts.declined_by_the_script, [], "enabled is off"),
+        Row(models.sparse_gradients, [], "has sparse gradients"),
+        Row(scripts.special_parameters, [], "is a Special, not a plain Parameter"),
+        Row(scripts.inside_join, [], "join()"),
+        Row(scripts.stepped_inside_backward, [], "steps inside the backward pass"),
+        Row(scripts.never_trained, [], "no step() of an optimizer"),
+        Row(scripts.no_ddp, []),
+        Row(scripts.second_optimizer_begins_later, ["cross", "cross"]),
+        Row(scripts.slow_first_step),
+        Row(scripts.state_made_by_one_rank),
+        # Which of two it is depends on who is faster.
+        Row(scripts.one_rank_steps_before, [], "the same "),
+        Row(scripts.one_rank_has_other_settings, [], "rank 1 has \"policy = 'fifo'\""),
+        Row(scripts.one_rank_leaves_it, [], "a communication hook is registered on the DDP module"),
+        Row(
+            scripts.wrap_fails_on_one_rank, [], "rank 1 does not wrap: AttributeError: no such hook"
+        ),
+        Row(rounds.probed_everywhere),
+        Row(rounds.attacked),
+        Row(rounds.probed_on_one_rank, args=(True,)),
+        Row(rounds.frozen_at_wrap),
+        Row(rounds.shared_encoder, ["cross", "cross"], args=("by one",)),
+        Row(rounds.rewrapped, args=(True,)),
+        Row(rounds.forward_called, args=(True,)),
+        Row(rounds.hook_registered, ["plain"], args=("python", 4)),
+        Row(scripts.dropped, []),
+    )
 }
-#: case -> what is said, once, about a model that is left as it was
-REASONS = {
-    "compiled_as_a_function": "nothing calls it outside compiled code",
-    "declined_by_the_script": "enabled is off",
-    "two_models_of_one_optimizer": "this AdamW is already wrapped, with another model",
-    "sparse_gradients": "has sparse gradients",
-    "special_parameters": "is a Special, not a plain Parameter",
-    "inside_join": "join()",
-    "stepped_inside_backward": "steps inside the backward pass",
-    "optimizer_compiled": "no step() of an optimizer",
-    "wrap_fails": "ZeroDivisionError: no hooks here",
-    "never_trained": "no step() of an optimizer",
-    # Which of two it is depends on who is faster.
-    "one_rank_steps_before": "the same ",
-    "one_rank_has_other_settings": "rank 1 has \"policy = 'fifo'\"",
-    "one_rank_leaves_it": "a communication hook is registered on the DDP module",
-    "wrap_fails_on_one_rank": "rank 1 does not wrap: AttributeError: no such hook",
-}
+
+
+def addressed(*names: str) -> dict[str, tuple[tuple[str, str], tuple[Any, ...]]]:
+    """Where cases are, and what they are given."""
+    return {name: (address_of(CASES[name].case), CASES[name].args) for name in names}
 
 
 @pytest.fixture(scope="module")
 def both_ranks() -> list[Outcomes]:
-    names = list(run_cases.CASES)
-    ranks = run_fresh(run_cases.run_all, timeout_s=100, env=SMALL, args=(names,))
+    ranks = run_fresh(scripts.run_all, timeout_s=100, env=SMALL, args=(addressed(*CASES),))
     return [outcomes(rank) for rank in ranks]
 
 
-@pytest.mark.parametrize("name", run_cases.CASES)
+@pytest.mark.parametrize("name", CASES)
 def test_trains_as_without(both_ranks: list[Outcomes], name: str) -> None:
+    row = CASES[name]
     for rank, cases in enumerate(both_ranks):
         assert not cases[name]["different"], f"rank {rank}"
-        assert cases[name]["modes"] == MODES[name]
+        assert cases[name]["modes"] == list(row.modes)
     said, others = (cases[name]["said"] for cases in both_ranks)
     assert others == [] or name == "one_rank_steps_before"
-    assert len(left(said)) == (name in REASONS)
-    assert REASONS.get(name, "") in "".join(left(said))
+    assert len(left(said)) == bool(row.said)
+    assert row.said in "".join(left(said))
 
 
 def test_settings_of_the_script_come_first(both_ranks: list[Outcomes]) -> None:
@@ -103,7 +118,7 @@ def test_settings_of_the_script_come_first(both_ranks: list[Outcomes]) -> None:
 
 def test_world_of_one() -> None:
     (rank,) = run_fresh(
-        run_cases.run_all, world_size=1, args=(["two_models", "optimizer_after_ddp"],)
+        scripts.run_all, world_size=1, args=(addressed("two_models", "optimizer_after_ddp"),)
     )
     for case in outcomes(rank).values():
         assert (case["different"], case["modes"]) == ([], [])
@@ -113,7 +128,7 @@ def test_world_of_one() -> None:
 
 @pytest.mark.parametrize("watched", [0, 1])
 def test_all_stay_plain_beside_a_rank_that_is_not_watched(watched: int) -> None:
-    ranks = run_fresh(run_cases.run_some, args=("optimizer_after_ddp", [watched]))
+    ranks = run_fresh(scripts.run_all, args=(addressed("optimizer_after_ddp"), [watched]))
     for rank in ranks:
         (case,) = outcomes(rank).values()
         assert (case["different"], case["modes"]) == ([], [])

@@ -9,6 +9,7 @@ import scripts_finalizing as scripts
 from comparing import check, named
 from ranks import Ranks
 from torch.nn.parallel import DistributedDataParallel
+from training import Job
 
 pytestmark = pytest.mark.skipif(
     not hasattr(DistributedDataParallel, "finalize_backward"), reason="not in this torch"
@@ -25,17 +26,27 @@ pytestmark = pytest.mark.skipif(
     scripts.finalized_first,
     scripts.copied_and_saved,
     scripts.finalized_once_unwrapped,
-    scripts.views_of_dropped_buckets,
 )
 def test_script(two_ranks: Ranks, script: Callable[..., None]) -> None:
-    check(two_ranks, script)
+    check(two_ranks, script, kind=scripts.ByHandJob)
 
 
-@named(scripts.lazy_buckets, scripts.lazy_views, scripts.lazy_and_finalized)
+def test_views_of_buckets_that_are_dropped(two_ranks: Ranks) -> None:
+    check(two_ranks, scripts.views_of_dropped_buckets)
+
+
+@pytest.mark.parametrize(
+    ("script", "kind"),
+    [
+        (scripts.lazy_buckets, Job),
+        (scripts.lazy_views, Job),
+        (scripts.lazy_and_finalized, scripts.ByHandJob),
+    ],
+)
 def test_buckets_that_are_allocated_in_backward_stay_plain(
-    two_ranks: Ranks, script: Callable[..., None]
+    two_ranks: Ranks, script: Callable[..., None], kind: type[Job]
 ) -> None:
-    check(two_ranks, script, mode="plain")
+    check(two_ranks, script, kind=kind, mode="plain")
 
 
 @pytest.mark.parametrize("wrapped_from", [0, 3])
@@ -43,7 +54,13 @@ def test_buckets_that_are_allocated_in_backward_stay_plain(
 def test_a_step_inside_backward(
     two_ranks: Ranks, wrapped_from: int, looks_for_unused: bool
 ) -> None:
-    check(two_ranks, scripts.finalized_in_backward, wrapped_from, looks_for_unused)
+    check(
+        two_ranks,
+        scripts.finalized_in_backward,
+        wrapped_from,
+        looks_for_unused,
+        kind=scripts.ByHandJob,
+    )
 
 
 def test_finalizing_inside_backward_unasked_is_an_error(two_ranks: Ranks) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import grid_scripts
 import pytest
+import scripts_optimizers as optimizers
 import scripts_split as split
 from ranks import Ranks, address_of
 
@@ -18,7 +19,7 @@ from bytesched.grid import Cell, cells, why_not
 SCRIPTS: dict[str, tuple[Any, ...]] = {
     "two optimizers": (split.two_optimizers,),
     "closure": (split.clipped_in_a_closure,),
-    "GradScaler": (split.scaled_with_infs, "adamw"),
+    "GradScaler": (optimizers.grad_scaler, "adamw"),
     "accumulation": (split.accumulated,),
     "unused parameters": (split.giant_and_unused,),
 }

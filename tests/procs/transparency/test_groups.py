@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 from collections.abc import Callable
@@ -9,24 +10,12 @@ from typing import Any
 
 import groups_scripts as scripts
 import pytest
-from comparing import Figures
-from ranks import Ranks, address_of, run_fresh
+from comparing import check as compare
+from comparing import named
+from ranks import Ranks, run_fresh
 from restless import RestlessJob
-from training import Job, compare
 
-
-def check(
-    ranks: Ranks,
-    script: Callable[..., None],
-    *args: object,
-    kind: type[Job] = Job,
-    **options: Any,
-) -> list[Figures]:
-    """The figures of all ranks."""
-    outcomes = ranks.run(compare, address_of(script), args, options, 0.0, kind)
-    for rank, (found, _) in enumerate(outcomes):
-        assert not found, f"rank {rank}:\n" + "\n".join(found[:20])
-    return [figures for _, figures in outcomes]
+check = functools.partial(compare, mode="")
 
 
 @pytest.mark.parametrize("kind", list(scripts.OPTIMIZERS))
@@ -62,21 +51,17 @@ def test_with_settings(four_ranks: Ranks, options: dict[str, Any]) -> None:
     check(four_ranks, scripts.trained, "attribute", 2, "momentum", **options)
 
 
-@pytest.mark.parametrize(
-    "script",
-    [
-        scripts.unused,
-        scripts.accumulated,
-        scripts.clipped,
-        scripts.in_a_closure,
-        scripts.scaled,
-        scripts.saved_and_loaded,
-        scripts.static_graph,
-        scripts.bucket_views,
-        scripts.kept_gradients,
-        scripts.compiled,
-    ],
-    ids=lambda script: script.__name__,
+@named(
+    scripts.unused,
+    scripts.accumulated,
+    scripts.clipped,
+    scripts.in_a_closure,
+    scripts.scaled,
+    scripts.saved_and_loaded,
+    scripts.static_graph,
+    scripts.bucket_views,
+    scripts.kept_gradients,
+    scripts.compiled,
 )
 @pytest.mark.parametrize("ways", [2, 4])
 def test_scripts(four_ranks: Ranks, script: Callable[..., None], ways: int) -> None:

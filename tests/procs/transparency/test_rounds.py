@@ -10,16 +10,22 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import round_ways as ways
+import scripts_gradients as gradients
+import scripts_models as models
+import scripts_optimizers as optimizers
+import scripts_reading as reading
 import scripts_rounds as scripts
 from comparing import Figures, check
 from ranks import Ranks, address_of
+from training import Job
 
 from bytesched.plugins.figures.unseen import ROUNDING, UNSEEN
 
 Script = Callable[..., None]
 
-#: Far below a layer, and few enough to be quick.
-SIZES: dict[str, Any] = {"partition_bytes": 1024, "credit_bytes": 2048}
+#: Below a layer, and few enough to be quick.
+SIZES: dict[str, Any] = {"partition_bytes": 256, "credit_bytes": 512}
 #: Each bucket of DDP's at once: three ranks' sums depend on where a chunk begins.
 WHOLE: dict[str, Any] = {"partition_bytes": 0, "credit_bytes": 0}
 
@@ -49,14 +55,15 @@ def equal(
     views: bool,
     args: list[Any],
     *,
-    hold: bool,
-    mode: str = "cross",
+    way: Script | None = None,
     sizes: dict[str, Any] = SIZES,
+    **given: Any,
 ) -> list[Figures]:
     """Each rank's figures."""
-    if hold:
-        return check(ranks, scripts.held, address_of(script), views, *args, mode=mode, **sizes)
-    return check(ranks, script, views, *args, mode=mode, **sizes)
+    kind = ways.ViewsJob if views else ways.RoundsJob
+    if way is None:
+        return check(ranks, script, *args, kind=kind, **given, **sizes)
+    return check(ranks, way, address_of(script), *args, kind=kind, **given, **sizes)
 
 
 ROUNDS = [
@@ -71,78 +78,68 @@ ROUNDS = [
     (scripts.forward_for_a_look,),
     (scripts.two_backwards,),
     (scripts.several_forwards,),
-    (scripts.accumulated, "no_sync"),
-    (scripts.accumulated, "each"),
+    (gradients.no_sync,),
+    (gradients.accumulation_of_averages,),
     (scripts.accumulated_with, "buffers"),
     (scripts.accumulated_with, "unequal"),
     (scripts.accumulated_with, "unused"),
     (scripts.accumulated_with, "static"),
-    (scripts.closure,),
+    (optimizers.closure,),
     (scripts.exception_caught,),
 ]
 WHOSE = [
     (scripts.frozen_at_wrap,),
     (scripts.thawed_before_wrap,),
-    (scripts.frozen_by_turns,),
-    (scripts.shared_encoder, False),
-    (scripts.shared_encoder, True),
-    (scripts.shared_and_stepped_by_both,),
+    (models.frozen_for_a_while,),
+    (scripts.shared_encoder, "by one"),
+    (scripts.shared_encoder, "by one, detached"),
+    (scripts.shared_encoder, "by both"),
     (scripts.nested,),
     (scripts.rewrapped, False),
     (scripts.rewrapped, True),
-    (scripts.ignored,),
+    (models.ignored_by_ddp,),
     (scripts.own_group,),
 ]
 BESIDE = [
-    (scripts.regularised_beside, "to None"),
-    (scripts.regularised_beside, "to zero"),
+    (scripts.regularised_beside, True),
+    (scripts.regularised_beside, False),
     (scripts.submodule_beside,),
     (scripts.built_before_and_run_after,),
     (scripts.grad_taken_beside,),
 ]
 SETTINGS = [
     (scripts.unwrapped_and_wrapped,),
-    (scripts.wrapped_in_the_middle, "to None"),
-    (scripts.wrapped_in_the_middle, "to zero"),
-    (scripts.grouped_and_scheduled,),
+    (scripts.wrapped_in_the_middle, True),
+    (scripts.wrapped_in_the_middle, False),
+    (optimizers.parameter_groups,),
     (scripts.optimizer_for_each_phase, False),
     (scripts.optimizer_for_each_phase, True),
 ]
 GRADIENTS = [
-    (scripts.plain_loop, "to None"),
-    (scripts.plain_loop, "to zero"),
-    (scripts.plain_loop, "by the model"),
-    (scripts.plain_loop, "never"),
-    (scripts.zeroed_after_the_step, "to None"),
-    (scripts.zeroed_after_the_step, "to zero"),
-    (scripts.gradients_kept, "to None"),
-    (scripts.gradients_kept, "to zero"),
-    (scripts.gradients_read, False),
-    (scripts.gradients_read, True),
-    (scripts.gradients_changed,),
+    *((gradients.zeroed, how) for how in ("to_none", "to_zero", "model", "never")),
+    (scripts.gradients_kept, True),
+    (scripts.gradients_kept, False),
+    (gradients.gradients_read,),
+    (gradients.gradients_read_after_step,),
+    (gradients.gradients_replaced,),
+    (gradients.gradients_scaled_in_place,),
+    (gradients.gradients_dropped,),
     (scripts.gradients_changed_after_the_step,),
-    (scripts.gradients_dropped,),
-    (scripts.clipped,),
-    (scripts.scaled,),
+    (gradients.gradients_zeroed_before_step,),
+    (gradients.clip_norm,),
+    (optimizers.grad_scaler, "sgd_momentum"),
 ]
 MODELS = [
-    (scripts.unused, "to None"),
-    (scripts.unused, "to zero"),
-    (scripts.static,),
-    (scripts.static_and_unused, "to None"),
-    (scripts.static_and_unused, "to zero"),
-    (scripts.checkpointed, False, False),
-    (scripts.checkpointed, True, False),
-    (scripts.checkpointed, True, True),
-    (scripts.tied,),
-    (scripts.tied_by_data,),
-    (scripts.mixed_dtypes,),
-    (scripts.autocast,),
-    (scripts.normalised,),
-    (scripts.evaluated,),
-    (scripts.copied_each_step,),
+    (models.unused, "differing_ranks"),
+    (models.unused_static, True),
+    (models.unused_static, False),
+    (models.static_graph,),
+    (models.autocast,),
+    *((models.one_model, name) for name in ("checkpoint", "checkpoint_reentrant", "tied")),
+    *((models.one_model, name) for name in ("tied_by_data", "mixed_dtypes", "batch_norm")),
     (scripts.ddp_copied_each_step,),
-    (scripts.saved_each_step,),
+    (reading.saved,),
+    (reading.state_dicts,),
     *((scripts.read_elsewhere, how, at) for how in ("player", "views", "numpy") for at in (0, 4)),
 ]
 CROSSING = [*ROUNDS, *WHOSE, *BESIDE, *SETTINGS, *GRADIENTS, *MODELS]
@@ -158,7 +155,7 @@ LEFT_TO_DDP = [
 @views_and_hold
 @cases(*CROSSING)
 def test_script(two_ranks: Ranks, script: Script, args: list[Any], views: bool, hold: bool) -> None:
-    equal(two_ranks, script, views, args, hold=hold)
+    equal(two_ranks, script, views, args, way=ways.held if hold else None)
 
 
 @views_and_hold
@@ -167,7 +164,7 @@ def test_left_to_ddp(
     two_ranks: Ranks, script: Script, args: list[Any], views: bool, hold: bool
 ) -> None:
     """DDP reduces as if it were never wrapped: the session stands aside."""
-    equal(two_ranks, script, views, args, hold=hold, mode="plain")
+    equal(two_ranks, script, views, args, way=ways.held if hold else None, mode="plain")
 
 
 #: With views, what a script keeps of a bucket is written by its reducer alone: see limits.md.
@@ -184,13 +181,13 @@ NOT_KEPT = [case for case in CROSSING if case[0] is not scripts.gradients_kept]
 )
 def test_turns(two_ranks: Ranks, script: Script, args: list[Any], views: bool) -> None:
     """The plan and DDP by itself take turns, whatever the script does."""
-    check(two_ranks, scripts.taking_turns, address_of(script), views, *args, mode="", **SIZES)
+    equal(two_ranks, script, views, args, way=ways.taking_turns, mode="")
 
 
 @pytest.mark.parametrize(("verdict", "mode"), [("PLANNED", "cross"), ("PLAIN", "plain")])
 def test_a_decision(two_ranks: Ranks, verdict: str, mode: str) -> None:
     """It holds, and all ranks show what it was made from."""
-    figures = check(two_ranks, scripts.decided, False, verdict, mode=mode, **SIZES)
+    figures = equal(two_ranks, ways.decided, False, [verdict], mode=mode)
     shown = ("plain_ms", "planned_ms", "speedup", "stood_aside", "guard")
     first, second = ([stats[name] for name in shown] for stats in figures)
     assert first == second
@@ -202,8 +199,7 @@ def test_a_decision(two_ranks: Ranks, verdict: str, mode: str) -> None:
 def test_turns_in_two_halves(
     two_ranks: Ranks, script: Script, args: list[Any], views: bool
 ) -> None:
-    sizes = {**SIZES, "split": "on"}
-    check(two_ranks, scripts.taking_turns, address_of(script), views, *args, mode="", **sizes)
+    equal(two_ranks, script, views, args, way=ways.taking_turns, mode="", split="on")
 
 
 @views
@@ -211,21 +207,20 @@ def test_turns_in_two_halves(
 def test_rounds_in_two_halves(
     two_ranks: Ranks, script: Script, args: list[Any], views: bool
 ) -> None:
-    figures = equal(two_ranks, script, views, args, hold=False, sizes={**SIZES, "split": "on"})
+    figures = equal(two_ranks, script, views, args, split="on")
     assert {stats["order"] for stats in figures} == {"halves"}
 
 
 @views
 @pytest.mark.parametrize("first", [0, 1, 6])
 def test_join_in_two_halves(two_ranks: Ranks, views: bool, first: int) -> None:
-    sizes = {**SIZES, "split": "on"}
-    equal(two_ranks, scripts.joined, views, [False, first], hold=False, sizes=sizes)
+    equal(two_ranks, scripts.joined, views, [False, first], split="on")
 
 
 @views
 def test_probe_on_one_rank_and_a_barrier(two_ranks: Ranks, views: bool) -> None:
     """Not held: the other rank would not begin what this one waits for."""
-    equal(two_ranks, scripts.probed_on_one_rank, views, [True], hold=False)
+    equal(two_ranks, scripts.probed_on_one_rank, views, [True])
 
 
 @views
@@ -235,12 +230,12 @@ def test_join(two_ranks: Ranks, views: bool, finds_unused: bool, first: int) -> 
     """Not held: who has joined waits at once."""
     if finds_unused and not first:
         pytest.skip("plain DDP has other weights each time")
-    equal(two_ranks, scripts.joined, views, [finds_unused, first], hold=False)
+    equal(two_ranks, scripts.joined, views, [finds_unused, first])
 
 
 @views
 def test_sparse_gradients(two_ranks: Ranks, views: bool) -> None:
-    equal(two_ranks, scripts.sparse, views, [], hold=False, mode="plain")
+    equal(two_ranks, models.sparse_gradients, views, [], mode="plain")
 
 
 @views
@@ -249,26 +244,26 @@ def test_sparse_gradients(two_ranks: Ranks, views: bool) -> None:
 )
 def test_complex_numbers(two_ranks: Ranks, script: Script, views: bool) -> None:
     """Hooks of ours reduce them, not DDP's."""
-    equal(two_ranks, script, views, [], hold=False)
+    equal(two_ranks, script, views, [])
 
 
 @pytest.mark.parametrize("when", ["before", "after", "inside"])
 def test_compiled(two_ranks: Ranks, when: str) -> None:
     mode = "cross" if when == "inside" else "backward"
-    equal(two_ranks, scripts.compiled, False, [when], hold=False, mode=mode)
+    equal(two_ranks, scripts.compiled, False, [when], mode=mode)
 
 
 @views
 @cases(
     *WHOSE,
     *SETTINGS,
-    (scripts.unused, "to zero"),
-    (scripts.static_and_unused, "to zero"),
+    (models.unused, "differing_ranks"),
+    (models.unused_static, False),
     (scripts.ddp_copied_each_step,),
 )
 def test_buckets_of_ours(two_ranks: Ranks, script: Script, args: list[Any], views: bool) -> None:
     """DDP gets a new reducer, which reduces what the old one did."""
-    check(two_ranks, scripts.in_buckets_of_ours, address_of(script), views, *args, **SIZES)
+    equal(two_ranks, script, views, args, way=ways.in_buckets_of_ours)
 
 
 #: After `unwrap` DDP begins with other buckets, as it does when it is made.
@@ -281,52 +276,60 @@ IN_BUCKETS_OF_DDP = [case for case in CROSSING if case[0] is not scripts.unwrapp
 @cases(*IN_BUCKETS_OF_DDP)
 def test_three_ranks(three_ranks: Ranks, script: Script, args: list[Any], views: bool) -> None:
     """Buckets of DDP's own size have sums with its bits, where these depend on the cut, too."""
-    equal(three_ranks, script, views, args, hold=True, sizes=WHOLE)
+    equal(three_ranks, script, views, args, way=ways.held, sizes=WHOLE)
 
 
 @pytest.mark.parametrize("how", ["player", "views", "numpy"])
 def test_weights_read_elsewhere_on_other_ways(two_ranks: Ranks, how: str) -> None:
-    for figures in check(two_ranks, scripts.read_elsewhere, False, how, 4, module_alone=True):
+    for figures in check(two_ranks, scripts.read_elsewhere, how, 4, module_alone=True):
         assert 0 < int(figures["barrier_crossed_steps"]) < scripts.STEPS - 3
 
 
 @views
 def test_ranks_stay_alike_when_strides_change(two_ranks: Ranks, views: bool) -> None:
     """Plain DDP permutes such gradients, alike on all ranks."""
-    (one, reason), (other, _) = two_ranks.run(scripts.strides_change, views)
+    (one, reason), (other, _) = two_ranks.run(
+        scripts.strides_change, ways.ViewsJob if views else ways.RoundsJob
+    )
     assert one == other
     assert ("have got other strides" in reason) == views
 
 
-def says(ranks: Ranks, text: str, script: Script, *args: Any, **options: Any) -> int:
+def says(
+    ranks: Ranks,
+    text: str,
+    script: Script = scripts.plain_module,
+    *args: Any,
+    kind: type[Job] = ways.RoundsJob,
+    **options: Any,
+) -> int:
     """How many lines of rank 0 have ``text``; no other rank has any."""
-    first, *others = ranks.run(scripts.said, address_of(script), list(args), SIZES | options)
+    first, *others = ranks.run(scripts.said, address_of(script), list(args), SIZES | options, kind)
     assert not any(text in line for lines in others for line in lines)
     return sum(text in line for line in first)
 
 
 @pytest.mark.parametrize("module_alone", [False, True], ids=["ddp", "module"])
 def test_what_no_read_shows_is_said_once(two_ranks: Ranks, module_alone: bool) -> None:
-    options = {"module_alone": module_alone}
-    assert says(two_ranks, UNSEEN, scripts.plain_module, **options) == 1
-    assert says(two_ranks, ROUNDING, scripts.plain_module, **options) == 0
+    assert says(two_ranks, UNSEEN, module_alone=module_alone) == 1
+    assert says(two_ranks, ROUNDING, module_alone=module_alone) == 0
 
 
 @pytest.mark.parametrize("module_alone", [False, True], ids=["ddp", "module"])
 def test_that_sums_of_three_ranks_round_is_said(three_ranks: Ranks, module_alone: bool) -> None:
-    options = {"module_alone": module_alone}
-    assert says(three_ranks, ROUNDING, scripts.plain_module, **options) == 1
+    assert says(three_ranks, ROUNDING, module_alone=module_alone) == 1
     if not module_alone:
-        assert says(three_ranks, ROUNDING, scripts.plain_module, **WHOLE) == 0
+        assert says(three_ranks, ROUNDING, **WHOLE) == 0
 
 
 def test_that_complex_gradients_are_not_compressed_is_said(two_ranks: Ranks) -> None:
     text = "complex gradients are sent as they are"
-    assert says(two_ranks, text, scripts.complex_numbers, False, compression="fp16") == 1
-    assert says(two_ranks, text, scripts.complex_numbers, False) == 0
+    assert says(two_ranks, text, scripts.complex_numbers, compression="fp16") == 1
+    assert says(two_ranks, text, scripts.complex_numbers) == 0
 
 
 @views
 def test_that_kept_gradients_are_left_is_said(two_ranks: Ranks, views: bool) -> None:
     text = "gradients lie in other memory from now on"
-    assert says(two_ranks, text, scripts.decided, views, "PLANNED") == views
+    kind = ways.ViewsJob if views else ways.RoundsJob
+    assert says(two_ranks, text, ways.decided, "PLANNED", kind=kind) == views

@@ -42,7 +42,7 @@ import bytesched
     optimizers.tensor_lr,
     optimizers.two_optimizers,
     optimizers.parameters_outside_the_model,
-    shard.parameters_outside_the_optimizer,
+    optimizers.parameters_outside_the_optimizer,
     shard.unwrapped_before_step,
     unstepped.unused_in_between,
     unstepped.zeroed_in_place,

@@ -39,9 +39,9 @@ def test_optimizer(two_ranks: Ranks, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", optimizers.SCHEDULES)
-@named(optimizers.schedule_made_before, optimizers.schedule_made_after)
-def test_schedule(two_ranks: Ranks, script: Callable[..., None], name: str) -> None:
-    check(two_ranks, script, name)
+@pytest.mark.parametrize("made", ["before", "after"])
+def test_schedule(two_ranks: Ranks, made: str, name: str) -> None:
+    check(two_ranks, optimizers.schedule, name, made)
 
 
 @named(

@@ -50,7 +50,7 @@ def test_ranks_clip_what_all_waves_and_ranks_came_to(two_ranks: Ranks, wrapped: 
 
 
 def test_ranks_that_are_switched_off_accumulate(two_ranks: Ranks) -> None:
-    for wrong, (said,) in two_ranks.run(switched_off):
+    for wrong, said in two_ranks.run(switched_off):
         assert wrong == []
         assert "nothing synchronises the gradients of the 2 ranks, and enabled is off" in said
 
