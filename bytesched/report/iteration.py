@@ -43,9 +43,9 @@ def draw_iteration(
 ) -> None:
     """Draw an iteration of two runs on one time axis, as PNG.
 
-    Of each trace the iteration of median length is shown, of its first rank. The tracks read are
-    ``forward``, ``backward``, ``send``, ``update`` and, where there is one, ``wait``; the argument
-    ``chunk`` of a send counts from the back of the model, as backward does. Raises
+    Of each trace the iteration of median length in the later half is shown, of its first rank. The
+    tracks read are ``forward``, ``backward``, ``send``, ``update`` and, where there is one,
+    ``wait``; the argument ``chunk`` of a send counts from the back of the model. Raises
     ``PluginError`` without matplotlib, ``ValueError`` for a trace of less than three steps, and
     ``OSError`` if a file cannot be read or written.
     """

@@ -38,11 +38,15 @@ class IterationView:
 
 
 def view_iteration(trace: Trace, name: str) -> IterationView:
-    """Return the iteration of median length; the one after it must be in the trace as well."""
+    """Return the iteration of median length; the one after it must be in the trace as well.
+
+    Only the later half of the iterations counts: in the first ones, nothing is planned yet.
+    """
     iterations = trace.iterations()
     if len(iterations) < 2:
         raise ValueError(f"the trace of {name} must hold at least three steps")
-    by_length = sorted(iterations[:-1], key=lambda iteration: iteration.step_ms)
+    later = iterations[(len(iterations) - 1) // 2 : -1]
+    by_length = sorted(later, key=lambda iteration: iteration.step_ms)
     shown = by_length[(len(by_length) - 1) // 2]
     following = iterations[iterations.index(shown) + 1]
     next_backward = trace.intervals("backward", following.start_ms, following.end_ms)
