@@ -130,8 +130,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.set_defaults(settings={}, is_module=False)
     for option, metavar, line in (
         ("--policy", "NAME", "which ready chunk goes first: priority, fifo or prophet"),
-        ("--partition-bytes", "SIZE", "size of the chunks, such as 512KiB; 0: from the link"),
-        ("--credit-bytes", "SIZE", "most bytes in flight; 0: chosen with the partition"),
+        ("--partition-bytes", "SIZE", "size of the chunks, such as 512KiB; 0: chosen"),
+        ("--credit-bytes", "SIZE", "how far ahead of the link chunks are sent; 0: chosen"),
         ("--share", "NAME", "take turns on each device with other jobs of that name"),
         ("--timeline", "FOLDER", "write a timeline of each rank there"),
         ("--figures", "FOLDER", "write the figures of each rank there, at the end"),

@@ -31,13 +31,13 @@ ADVICE: Final = (
         r"reads all gradients",
         "`clip_grad_norm_ reads all gradients (train.py:88)`",
         "that line needs values of gradients before `step()`, so it waits for them",
-        'of a DDP between two ranks on CPUs try `split="on"`: norms, sums and maxima of whole '
-        "gradients then wait for half of what is sent; read other values less often",
+        'with DDP on two ranks over Gloo on CPUs, try `split="on"`: norms, sums and maxima of '
+        "whole gradients then wait for half of what is sent; read other values less often",
     ),
     Advice(
         r"asks for norms of all gradients",
         "`clip_grad_norm_ asks for norms of all gradients (train.py:88)`",
-        "the same where gradients go in two halves: it waits for the first half of what is sent",
+        "gradients go in two halves, and a norm waits for the first half of what is sent",
         "nothing; if compute is much longer than communication, that half is all there is to wait "
         "for",
     ),
@@ -137,7 +137,7 @@ ADVICE: Final = (
     Advice(
         r"uses the weights of",
         "`the forward pass uses the weights of fc (train.py:85)`",
-        "a module is called whose weights are used first and arrive last",
+        "the weights of this module are used first and arrive last",
         "nothing: the link is the limit, see what can be gained",
     ),
     Advice(

@@ -52,9 +52,9 @@ def draw_iteration(
 ) -> None:
     """Draw an iteration of two runs on one time axis, as PNG.
 
-    Of each trace the iteration of median length is shown, of its first rank. The tracks read are
-    ``forward``, ``backward``, ``send``, ``update`` and, where there is one, ``wait``; the argument
-    ``chunk`` of a send counts from the back of the model, as backward does. Raises
+    Of each trace the iteration of median length in the later half is shown, of its first rank. The
+    tracks read are ``forward``, ``backward``, ``send``, ``update`` and, where there is one,
+    ``wait``; the argument ``chunk`` of a send counts from the back of the model. Raises
     ``PluginError`` without matplotlib, ``ValueError`` for a trace of less than three steps, and
     ``OSError`` if a file cannot be read or written.
     """
@@ -219,11 +219,15 @@ class IterationView:
 
 
 def view_iteration(trace: Trace, name: str) -> IterationView:
-    """Return the iteration of median length; the one after it must be in the trace as well."""
+    """Return the iteration of median length; the one after it must be in the trace as well.
+
+    Only the later half of the iterations counts: in the first ones, nothing is planned yet.
+    """
     iterations = trace.iterations()
     if len(iterations) < 2:
         raise ValueError(f"the trace of {name} must hold at least three steps")
-    by_length = sorted(iterations[:-1], key=lambda iteration: iteration.step_ms)
+    later = iterations[(len(iterations) - 1) // 2 : -1]
+    by_length = sorted(later, key=lambda iteration: iteration.step_ms)
     shown = by_length[(len(by_length) - 1) // 2]
     following = iterations[iterations.index(shown) + 1]
     next_backward = trace.intervals("backward", following.start_ms, following.end_ms)

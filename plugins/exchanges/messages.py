@@ -2,7 +2,7 @@
 
 Receives are posted before sends. In Gloo's own all-to-all the rank that comes late sends first, and
 the word that it can receive waits behind its bytes, so that the two directions of a link follow one
-another (docs/notes/2026-11-25-all-to-all-over-gloo.md).
+another (docs/notes/history.md).
 """
 
 from __future__ import annotations

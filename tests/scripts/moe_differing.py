@@ -15,6 +15,7 @@ from moe_cases import EXPERTS, WIDTH, batch_of, experts_of, gate_of, layer_of
 from raised import raised
 from torch import Tensor, nn
 
+from bytesched.errors import BytesschedError
 from bytesched.plugins import moe
 from bytesched.plugins.exchanges.peers import peers_of
 from bytesched.urgency import URGENCY

@@ -15,7 +15,7 @@ from bytesched.sim.curve import Climate
 from bytesched.sim.predict import predict
 from bytesched.sim.systems import LAB_COSTS, SYSTEMS, Model
 
-#: docs/notes/2026-11-24-ddp-until-then.md: hosts, model, T*, DDP, ddp-best, bytesched
+#: docs/notes/history.md: hosts, model, T*, DDP, ddp-best, bytesched
 MEASURED_MS = (
     (2, "gpt", 436.2, 694.0, 549.1, 453.8),
     (2, "vgg", 356.2, 494.9, 489.5, 373.2),
@@ -29,7 +29,7 @@ COMPARED = ("ddp:bucket_mb=25", "ddp-best", "bytesched:partition_bytes=524288+cr
 #: of the lab's machine: what an all-reduce of 4 KiB takes on so many hosts (`bytesched sim
 #: --measure` there), without what its messages wait for cores
 START_UP_S = {2: 0.2e-3, 4: 0.5e-3}
-#: docs/notes/2026-11-22-where-the-rest-goes.md: 6 ms of backward that are the emulation's own, here
+#: docs/notes/history.md: 6 ms of backward that are the emulation's own, here
 #: those of 100 tensors
 TENSOR_S = 6e-3 / 100
 CORES = 2
