@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from fake_transport import FakeTransport
 from plans import planned
 from scheduler_bench import WAIT_S, Bench, Build, alive, benches
 
@@ -18,7 +19,6 @@ from bytesched.order import Following, Leading
 from bytesched.policy import Priority
 from bytesched.scheduler import Scheduler
 from bytesched.task import CommTask, TaskState
-from bytesched.testing import FakeTransport
 from bytesched.transport import Done
 
 
