@@ -28,7 +28,7 @@ __all__ = ["OnlineTuner", "tuner_of"]
 
 log = logging.getLogger("bytesched")
 
-_NEEDED = ("numpy",)
+_NEEDED = ("numpy", "sklearn")
 _SEED = 0
 #: what other models of this cluster have, of those that are most alike; each costs a trial
 _NEAR = 2

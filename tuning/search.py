@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Sequence
-from itertools import product
+import warnings
+from collections.abc import Sequence
 from statistics import fmean
-from typing import Any
 
 from bytesched.tunable import Setting
 
@@ -26,9 +25,6 @@ _SURFACE = 4
 _UNIT = 0.1
 _WORST = 4.0
 _NOISE = 0.01
-#: of a surface, and of what it is made of; a coordinate goes from 0 to 1
-_VARIANCES = (0.3, 1.0, 3.0, 10.0)
-_SCALES = (0.1, 0.2, 0.4, 0.8, 1.6)
 #: less of the best cost is not worth a trial
 _LEAST_GAIN = 0.001
 
@@ -45,6 +41,7 @@ class Search:
     def __init__(self, space: Space, *, seed: int = 0, first: Sequence[Setting] = ()) -> None:
         self.space = space
         self._first = [setting for setting in dict.fromkeys(first) if setting in space]
+        self._seed = seed
         self._random = random.Random(seed)
         self._costs: dict[Setting, list[float]] = {}
         self._proposed: Setting | None = None
@@ -67,57 +64,33 @@ class Search:
         told = [setting for setting in self._costs if setting in self.space]
         if len(told) < _SURFACE or not self.space.dimensions:
             return self._random.choice(untold)
+        drawn = random.getstate()
+        from scipy.stats import norm
+        from sklearn.gaussian_process import GaussianProcessRegressor
+        from sklearn.gaussian_process.kernels import ConstantKernel, Matern
+
+        # Importing them draws a number, and scripts draw their data alike on ranks that tune or not.
+        random.setstate(drawn)
         unit_s = next(iter(self._costs.values()))[0]
         heights = [
             min(math.log(fmean(self._costs[setting]) / unit_s) / _UNIT, _WORST) for setting in told
         ]
-        surface = _surface(list(map(self.space.coordinates, told)), heights)
-        gains = [
-            _improvement(min(heights), *surface(self.space.coordinates(setting)))
-            for setting in untold
-        ]
-        # Of the logarithm, a small one is the same share of the cost.
-        most = max(gains)
-        return untold[gains.index(most)] if _UNIT * most > _LEAST_GAIN else None
-
-
-def _surface(
-    points: Sequence[Sequence[float]], heights: Sequence[float]
-) -> Callable[[Sequence[float]], tuple[float, float]]:
-    """A Gaussian process through ``heights``: its mean and deviation at any point.
-
-    Of all variances and scales, those under which the heights are most likely.
-    """
-    import numpy as np
-
-    at, known = np.array(points), np.array(heights)
-
-    def covariance(one: Any, other: Any, variance: float, scales: Sequence[float]) -> Any:
-        """Matern's, for functions that are smooth twice."""
-        apart = (one[:, None, :] - other[None, :, :]) / np.array(scales)
-        distance = np.sqrt(5 * (apart**2).sum(axis=2))
-        return variance * (1 + distance + distance**2 / 3) * np.exp(-distance)
-
-    best: tuple[float, Any] = (-math.inf, None)
-    for variance, *scales in product(_VARIANCES, *[_SCALES] * at.shape[1]):
-        whole = covariance(at, at, variance, scales) + _NOISE * np.eye(len(at))
-        lower = np.linalg.cholesky(whole)
-        weights = np.linalg.solve(whole, known)
-        likelihood = -0.5 * known @ weights - np.log(np.diag(lower)).sum()
-        if likelihood > best[0]:
-            best = likelihood, (variance, scales, whole, weights)
-    variance, scales, whole, weights = best[1]
-
-    def value(point: Sequence[float]) -> tuple[float, float]:
-        shared = covariance(np.array([point]), at, variance, scales)[0]
-        left = variance - shared @ np.linalg.solve(whole, shared)
-        return float(shared @ weights), math.sqrt(max(left, _NOISE**2))
-
-    return value
-
-
-def _improvement(best: float, mean: float, deviation: float) -> float:
-    """By how much a value of that mean and deviation is expected to be below the best."""
-    below = (best - mean) / deviation
-    density = math.exp(-(below**2) / 2) / math.sqrt(2 * math.pi)
-    return deviation * (below * (1 + math.erf(below / math.sqrt(2))) / 2 + density)
+        scales = Matern([0.3] * self.space.dimensions, (0.1, 2.0), nu=2.5)
+        process = GaussianProcessRegressor(
+            ConstantKernel(1.0, (0.1, 20.0)) * scales,
+            alpha=_NOISE,
+            n_restarts_optimizer=1,
+            random_state=self._seed,
+        )
+        with warnings.catch_warnings():
+            # A scale at one of its bounds is as good as another.
+            warnings.simplefilter("ignore")
+            process.fit([self.space.coordinates(setting) for setting in told], heights)
+        mean, deviation = process.predict(
+            [self.space.coordinates(setting) for setting in untold], return_std=True
+        )
+        lower = (min(heights) - mean) / deviation
+        # The expected improvement. Of the logarithm, a small one is the same share of the cost.
+        gains = _UNIT * deviation * (lower * norm.cdf(lower) + norm.pdf(lower))
+        promising = int(gains.argmax())
+        return untold[promising] if gains[promising] > _LEAST_GAIN else None

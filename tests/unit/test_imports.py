@@ -19,7 +19,7 @@ else:
 
 FRAMEWORKS = {"torch", "horovod", "mxnet", "mpi4py", "tensorflow", "jax"}
 #: what takes long to import, or may be missing
-HEAVY = FRAMEWORKS | {"numpy", "matplotlib"}
+HEAVY = FRAMEWORKS | {"numpy", "matplotlib", "scipy", "sklearn"}
 TABLE = tomllib.loads((ROOT / "floors.toml").read_text())
 FLOORS = {room: number for number, floor in enumerate(TABLE["floor"]) for room in floor["rooms"]}
 PROCESSES = set(TABLE["processes"]["modules"])

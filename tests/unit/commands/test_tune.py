@@ -226,7 +226,7 @@ def test_what_is_known_is_shown_without_what_a_search_needs(cache: Path) -> None
     Memory(folder=cache).save(DONE)
     only_the_standard_library = (
         "import sys; sys.modules.update(dict.fromkeys("
-        "['numpy', 'platformdirs', 'torch']))\n"
+        "['numpy', 'sklearn', 'platformdirs', 'torch']))\n"
         "from bytesched import cli; sys.exit(cli.main(['tune', '--show']))"
     )
     shown = subprocess.run(
