@@ -69,7 +69,7 @@ class Search:
         from sklearn.gaussian_process import GaussianProcessRegressor
         from sklearn.gaussian_process.kernels import ConstantKernel, Matern
 
-        # Importing them draws a number, and scripts draw their data alike on ranks that tune or not.
+        # Importing them draws a number, and scripts draw data alike on ranks that tune and others.
         random.setstate(drawn)
         unit_s = next(iter(self._costs.values()))[0]
         heights = [
