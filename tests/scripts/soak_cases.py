@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import gc
 import inspect
 import os
@@ -62,11 +63,18 @@ def same(script: tuple[str, str], args: tuple[Any, ...], options: dict[str, Any]
 def left() -> tuple[int, int, int]:
     """Threads, descriptors and resident KiB of this process, once what ends has ended."""
     settles(lambda: own_threads() == 0)
+    _compile_once()
     gc.collect()
     # What malloc keeps of freed memory goes up and down by a hundred MB.
     ctypes.CDLL(None).malloc_trim(0)
     resident_pages = int(Path("/proc/self/statm").read_text().split()[1])
     return (*held(), resident_pages * os.sysconf("SC_PAGE_SIZE") // 1024)
+
+
+@functools.cache
+def _compile_once() -> None:
+    """The compiler takes 30 MB, whenever the first script that asks for it is drawn."""
+    torch.compile(torch.neg, backend="eager")(torch.ones(1))
 
 
 def left_by_iterations(count: int, options: dict[str, Any]) -> tuple[int, int, int]:
