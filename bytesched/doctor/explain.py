@@ -77,7 +77,7 @@ def report(
         left: why models were left as they were.
         waits: of the plugin `explained`, the longest first.
     """
-    summary = importlib.import_module(f"{_SCRIPT}.summary").summary
+    summary = importlib.import_module("bytesched.plugins.left").summary
     lines = list(summary(ended, left)) or ["the script ended before its second step"]
     iterations = sum(int(figures.get("iterations", 0)) for figures in ended)
     waited_ms = sum(wait.ms for wait in waits)
