@@ -20,7 +20,7 @@ from bytesched.order import Leading
 from bytesched.policy import named_policy
 from bytesched.scheduler import EventThread, Scheduler
 from bytesched.task import CommTask
-from bytesched.transport import Done, Transport
+from bytesched.transport import Done
 from bytesched.urgency import URGENCY
 
 __all__ = ["Chunk", "Pipes", "chunks_on_their_way"]
@@ -42,67 +42,51 @@ def chunks_on_their_way(servers: int) -> int:
 class Chunk:
     """A key of the store, and the buffers that its pushes are read from and its pulls fill.
 
-    Its pull begins when the push has ended and every one of ``asked_for`` was asked for.
+    Its pull begins when the push has ended and it was asked for.
     """
 
     __slots__ = ("key", "pull_into", "pull_task", "push_from", "push_task")
 
     def __init__(
-        self,
-        key: Key,
-        push_task: CommTask,
-        push_from: Any,
-        pull_into: Any,
-        *,
-        asked_for: Sequence[CommTask],
+        self, key: Key, push_task: CommTask, push_from: Any = None, pull_into: Any = None
     ) -> None:
         self.key = key
         self.push_task = push_task
-        self.pull_task = _pull_task(push_task, asked_for)
+        self.pull_task = CommTask(
+            f"pull {push_task.name}",
+            start_at=push_task.start_at,
+            stop_at=push_task.stop_at,
+            itemsize=push_task.itemsize,
+            priority=push_task.priority,
+        )
+        # The end of the push, and itself for being asked for.
+        self.pull_task.members = (push_task, self.pull_task)
+        self.pull_task.missing = 2
         self.push_from = push_from
         self.pull_into = pull_into
 
 
-def _pull_task(push: CommTask, asked_for: Sequence[CommTask]) -> CommTask:
-    pull = CommTask(
-        f"pull {push.name}",
-        start_at=push.start_at,
-        stop_at=push.stop_at,
-        itemsize=push.itemsize,
-        priority=push.priority,
-    )
-    # Itself stands for the end of the push.
-    pull.members = (*asked_for, pull)
-    pull.missing = len(pull.members)
-    return pull
-
-
 class Pipes:
-    """Schedules the pushes and pulls of a plan over one store.
+    """Schedules the pushes and pulls of chunks over one store.
 
     Args:
         store: moves one chunk at a time per pipe, from a thread of ours, unless it is an
             AsyncKVStore, which is given as many as the credit allows; pulls need none if it answers
             by priority.
-        chunks: of the plan, to which `add` may add; push tasks get the numbers from 0, pull tasks
-            those that follow.
-        on_push: the push of that chunk begins.
+        credit_bytes: of each pipe.
         on_pushed: the value of that chunk has left.
-        on_pulled: the ``pull_into`` of that chunk is filled. These three on one thread.
+        on_pulled: the ``pull_into`` of that chunk is filled. These two on one thread.
         on_error: called with the first error of each pipe, which starts nothing after it.
     """
 
     def __init__(
         self,
         store: KVStore,
-        chunks: Sequence[Chunk],
         *,
         policy: str,
-        push_credit_bytes: int,
-        pull_credit_bytes: int,
+        credit_bytes: int,
         on_pulled: Callable[[Chunk], None],
         on_error: Callable[[BaseException], None],
-        on_push: Callable[[Chunk], None] = lambda chunk: None,
         on_pushed: Callable[[Chunk], None] = lambda chunk: None,
         observers: Observers | None = None,
     ) -> None:
@@ -110,116 +94,100 @@ class Pipes:
         self._on_pulled = on_pulled
         #: a pull's sources come on two threads
         self._lock = Lock()
-        self._by_index: dict[int, Chunk] = {}
-        for index, chunk in enumerate(chunks):
-            chunk.push_task.index = index
-            chunk.pull_task.index = len(chunks) + index
-            self._by_index[index] = self._by_index[len(chunks) + index] = chunk
-
+        #: by the number of each of its tasks
+        self._chunks: list[Chunk] = []
         events = EventThread()
 
         def scheduler(
-            transport: Transport, credit_bytes: int, finished: Callable[[CommTask], None]
+            call: str, credit_bytes: int, finish: Callable[[CommTask], None]
         ) -> Scheduler:
-            return Scheduler(
+            made = Scheduler(
                 SchedulerCore(Leading(named_policy(policy)), credit_bytes=credit_bytes),
-                transport,
-                on_finish=finished,
+                _Moving(store, call, self._chunks),
+                on_finish=finish,
                 on_error=on_error,
                 observers=observers,
                 events=events,
             )
+            URGENCY.join(made)
+            return made
 
+        self.pushes = scheduler("push", credit_bytes, self._pushed)
         if getattr(store, "answers_by_priority", False):
-            pull_credit_bytes = _NO_LIMIT
-        push, pull = _transports(store, self._by_index, on_push)
-        self.pushes = scheduler(push, push_credit_bytes, self._pushed)
-        self.pulls = scheduler(pull, pull_credit_bytes, self._pulled)
-        URGENCY.join(self.pushes)
-        URGENCY.join(self.pulls)
+            credit_bytes = _NO_LIMIT
+        self.pulls = scheduler("pull", credit_bytes, self._pulled)
 
     def add(self, chunk: Chunk) -> None:
-        """``chunk`` belongs to the plan from now on; its tasks get the next two numbers."""
-        index = len(self._by_index)
+        """``chunk`` belongs to them from now on; its tasks get the next two numbers."""
+        index = len(self._chunks)
         chunk.push_task.index, chunk.pull_task.index = index, index + 1
-        self._by_index[index] = self._by_index[index + 1] = chunk
+        self._chunks += chunk, chunk
 
     def push(self, chunk: Chunk) -> None:
-        """``push_from`` is complete; its push task is READY."""
+        """``push_from`` is complete."""
+        chunk.push_task.notify_ready()
         self.pushes.notify_ready(chunk.push_task)
 
     def ask(self, chunk: Chunk) -> None:
-        """One member of ``chunk`` is asked for; its pull begins when all are, after the push."""
+        """The pull of ``chunk`` begins when its push has ended."""
         with self._lock:
             is_ready = chunk.pull_task.notify_ready()
         if is_ready:
             self.pulls.notify_ready(chunk.pull_task)
 
-    def story(self) -> str:
+    def story(self) -> list[str]:
         """The last events of both pipes, for an error's message."""
-        return f"{self.pushes.core.story()}\n{self.pulls.core.story()}"
+        return [*self.pushes.core.story().splitlines(), *self.pulls.core.story().splitlines()]
 
     def close(self) -> None:
         """Stops both. Idempotent."""
-        URGENCY.leave(self.pushes)
-        URGENCY.leave(self.pulls)
-        self.pushes.close()
-        self.pulls.close()
+        for pipe in (self.pushes, self.pulls):
+            URGENCY.leave(pipe)
+        for pipe in (self.pushes, self.pulls):
+            pipe.close()
 
     def _pushed(self, task: CommTask) -> None:
-        chunk = self._by_index[task.index]
+        chunk = self._chunks[task.index]
         self._on_pushed(chunk)
         self.ask(chunk)
 
     def _pulled(self, task: CommTask) -> None:
-        self._on_pulled(self._by_index[task.index])
+        self._on_pulled(self._chunks[task.index])
 
 
-def _transports(
-    store: Any, chunks: dict[int, Chunk], on_push: Callable[[Chunk], None]
-) -> tuple[Transport, Transport]:
-    if hasattr(store, "start_push"):
+class _Moving:
+    """A transport over the pushes, or the pulls, of a store.
 
-        def start_push(chunk: Chunk, ended: Ended) -> None:
-            on_push(chunk)
-            store.start_push(chunk.key, chunk.push_from, ended, _of(chunk))
+    Args:
+        call: "push" or "pull".
+        chunks: by the number of the task.
+    """
 
-        def start_pull(chunk: Chunk, ended: Ended) -> None:
-            store.start_pull(chunk.key, chunk.pull_into, ended, _of(chunk))
-
-        return _Starting(chunks, start_push), _Starting(chunks, start_pull)
-    return (
-        _Calling(chunks, on_push, lambda c: store.push(c.key, c.push_from, _of(c)), "push"),
-        _Calling(chunks, _nothing, lambda c: store.pull(c.key, c.pull_into, _of(c)), "pull"),
-    )
-
-
-def _nothing(chunk: Chunk) -> None:
-    pass
-
-
-def _of(chunk: Chunk) -> int:
-    """A chunk's priority as a store counts it."""
-    return -chunk.push_task.priority
-
-
-class _Starting:
-    """A transport over transfers that report their end."""
-
-    def __init__(self, chunks: dict[int, Chunk], begin: Callable[[Chunk, Ended], None]) -> None:
+    def __init__(self, store: Any, call: str, chunks: Sequence[Chunk]) -> None:
         self._chunks = chunks
-        self._begin = begin
+        self._is_push = call == "push"
         self._in_flight: dict[CommTask, Done] = {}
         self._closed = False
+        self._calls: _Calls | None = None
+        if hasattr(store, f"start_{call}"):
+            self._begin: Callable[[Key, Any, Ended, int], None] = getattr(store, f"start_{call}")
+        else:
+            self._calls = _Calls(getattr(store, call), f"bytesched-{call}")
+            self._begin = self._calls.begin
 
     def start(self, task: CommTask, done: Done) -> None:
         if self._closed:
             raise SchedulerClosed(f"{task!r} was started on a closed store")
         self._in_flight[task] = done
-        self._begin(self._chunks[task.index], partial(self._ended, task))
+        chunk = self._chunks[task.index]
+        array = chunk.push_from if self._is_push else chunk.pull_into
+        # A store counts priorities the other way round.
+        self._begin(chunk.key, array, partial(self._ended, task), -chunk.push_task.priority)
 
     def close(self) -> None:
         self._closed = True
+        if self._calls is not None:
+            self._calls.close()
         for task in list(self._in_flight):
             self._ended(task, SchedulerClosed(f"closed while {task.name} was under way"))
 
@@ -228,45 +196,32 @@ class _Starting:
             done(task, error)
 
 
-class _Calling:
-    """A transport over calls that return at the end of a transfer; a thread makes them."""
+class _Calls:
+    """Calls that return at the end of a transfer, made one after another in a thread."""
 
-    def __init__(
-        self,
-        chunks: dict[int, Chunk],
-        before: Callable[[Chunk], None],
-        call: Callable[[Chunk], None],
-        name: str,
-    ) -> None:
-        self._chunks = chunks
-        self._before = before
+    def __init__(self, call: Callable[[Key, Any, int], None], name: str) -> None:
         self._call = call
-        self._started: SimpleQueue[tuple[CommTask, Done] | None] = SimpleQueue()
+        self._begun: SimpleQueue[tuple[Key, Any, Ended, int] | None] = SimpleQueue()
         self._closed = False
-        self._thread = Thread(target=self._run, name=f"bytesched-{name}", daemon=True)
+        self._thread = Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def start(self, task: CommTask, done: Done) -> None:
-        if self._closed:
-            raise SchedulerClosed(f"{task!r} was started on a closed store")
-        self._before(self._chunks[task.index])
-        self._started.put((task, done))
+    def begin(self, key: Key, array: Any, ended: Ended, priority: int) -> None:
+        self._begun.put((key, array, ended, priority))
 
     def close(self) -> None:
+        """Begins no other one, and waits for that which is under way."""
         self._closed = True
-        self._started.put(None)
+        self._begun.put(None)
         if current_thread() is not self._thread:
             self._thread.join(5.0)
 
     def _run(self) -> None:
-        while (started := self._started.get()) is not None:
-            task, done = started
+        while (begun := self._begun.get()) is not None and not self._closed:
+            key, array, ended, priority = begun
             error: BaseException | None = None
-            if self._closed:
-                error = SchedulerClosed(f"closed before {task.name} was begun")
-            else:
-                try:
-                    self._call(self._chunks[task.index])
-                except Exception as raised:  # noqa: BLE001 - whatever it is, it is waited for
-                    error = raised
-            done(task, error)
+            try:
+                self._call(key, array, priority)
+            except Exception as raised:  # noqa: BLE001 - whatever it is, it is waited for
+                error = raised
+            ended(error)

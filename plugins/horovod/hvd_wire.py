@@ -182,36 +182,36 @@ class HorovodWire:
         if self._has_given_up:
             return
         self._has_given_up = True
-        ends = {_NUMBERS: torch.float64, PROBE: torch.float32, BEFORE_PROBES: torch.float32}
+        dtypes = {_NUMBERS: torch.float64, PROBE: torch.float32, BEFORE_PROBES: torch.float32}
         for bucket in tuple(self._source.buckets):
             # Where it was never sent, it has the dtype of its gradients yet.
-            ends |= {chunk.key: self._dtype or chunk.sent.dtype for chunk in tuple(bucket.chunks)}
-        left = self._announce_ends(ends)
+            dtypes |= {chunk.key: self._dtype or chunk.sent.dtype for chunk in tuple(bucket.chunks)}
+        ends = {
+            key: torch.empty(1, 1, self.rank + 1, dtype=dtype, device="cpu")
+            for key, dtype in dtypes.items()
+        }
 
         def announce() -> bool:
-            """Those whose names are under way still, each when it no longer is."""
-            nonlocal left
-            left = self._announce_ends(left)
-            return not left
+            """Those whose names are under way stay, until they no longer are."""
+            for key in tuple(ends):
+                if not self._is_under_way(key, ends[key]):
+                    del ends[key]
+            return not ends
 
-        if left:
+        if not announce():
             # In a process that is ending, the others hear of that.
             retry_in_background(
                 announce, name="bytesched-giving-up", nap_s=_END_NAP_S, timeout_s=self.timeout_s
             )
 
-    def _announce_ends(self, ends: dict[str, torch.dtype]) -> dict[str, torch.dtype]:
-        """Announces ``ends``, by key; returns those whose names are under way."""
-        under_way: dict[str, torch.dtype] = {}
-        for key, dtype in ends.items():
-            nothing = torch.empty(1, 1, self.rank + 1, dtype=dtype, device="cpu")
-            try:
-                self.operations.allreduce(nothing, key, hvd.Sum)
-            except TransportError as error:
-                # The other reason is that Horovod was shut down.
-                if _NAME_IN_USE in str(error):
-                    under_way[key] = dtype
-        return under_way
+    def _is_under_way(self, key: str, end: torch.Tensor) -> bool:
+        """Announces ``end`` under ``key``, unless that is the name of what is under way."""
+        try:
+            self.operations.allreduce(end, key, hvd.Sum)
+        except TransportError as error:
+            # The other reason is that Horovod was shut down.
+            return _NAME_IN_USE in str(error)
+        return False
 
     def close(self) -> None:
         """See `Wire`: there is nothing of its own to let go of."""

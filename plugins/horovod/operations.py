@@ -13,9 +13,7 @@ from torch import Tensor
 
 from bytesched.errors import PeerLost, SchedulerTimeout, TransportError
 
-from .held import Held
-
-__all__ = ["HorovodFailed", "HorovodPeerLost", "HorovodTimeout", "Operations"]
+__all__ = ["Held", "HorovodFailed", "HorovodPeerLost", "HorovodTimeout", "Operations"]
 
 #: between two looks at an operation that the user's thread waits for; each nap is so much longer
 #: than the one before, so that one that takes a millisecond is not found half a millisecond late
@@ -64,7 +62,7 @@ class Operations:
         Args:
             scale: factors in front of the reduction and behind it.
         """
-        self.held.hold(key, tensor)
+        self.held.hold(tensor)
         try:
             handle: int = hvd.allreduce_async_(
                 tensor,
@@ -157,3 +155,44 @@ class Operations:
             kind = HorovodPeerLost
             what = f"another rank is gone ({text.strip()}); see its own log for the reason"
         return kind(what, task=task, rank=self.rank)
+
+
+class Held:
+    """Tensors that are held by more than their Python objects.
+
+    Who lets go of a tensor that only its Python object holds besides needs the interpreter's lock
+    (torch 2.10 and later, c10/util/intrusive_ptr.h). Horovod's thread lets go of everything that
+    was announced when it shuts down, with its queue locked, where a thread that has that lock may
+    be about to announce something: both would wait for ever.
+    """
+
+    def __init__(self) -> None:
+        #: by the id of the tensor, which is in it
+        self._held: dict[int, tuple[Tensor, Tensor]] = {}
+        #: what was held before, and has not been held again
+        self._before: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def hold(self, tensor: Tensor) -> None:
+        """From now on ``tensor`` is held."""
+        held = self._held.get(id(tensor)) or self._before.pop(id(tensor), None)
+        self._held[id(tensor)] = held or (tensor, _holder(tensor))
+
+    def let_go(self) -> None:
+        """What is not held again until the next call is not held from there on."""
+        self._before, self._held = self._held, {}
+
+
+class _Hold(torch.autograd.Function):
+    """What autograd saves is held by the node that saved it, without Python."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, tensor: Tensor) -> Tensor:
+        ctx.save_for_backward(tensor)
+        return anchor.clone()
+
+
+def _holder(tensor: Tensor) -> Tensor:
+    with torch.enable_grad():
+        anchor = torch.zeros((), device="cpu", requires_grad=True)
+        held: Tensor = _Hold.apply(anchor, tensor)  # type: ignore[no-untyped-call]
+    return held

@@ -23,8 +23,7 @@ from bytesched.trace.timeline import observers_of
 from bytesched.tunable import Setting
 
 from ..left import name_of_horovods
-from ..planned import beginning
-from ..planned.beginning import add_optimizer, stays_plain
+from ..planned.beginning import add_optimizer, stays_plain, why_whole
 from ..planned.bundles import Slot
 from ..planned.coding import DTYPES
 from ..planned.hooked_session import HookedSession
@@ -37,7 +36,7 @@ from .entry import Entry
 from .hvd_wire import HorovodWire
 from .shell import Shell
 
-__all__ = ["ScheduledOptimizer", "attach", "begin", "decline", "why_plain", "why_whole"]
+__all__ = ["ScheduledOptimizer", "attach", "begin", "decline", "why_plain"]
 
 log = logging.getLogger("bytesched")
 
@@ -103,11 +102,6 @@ def why_plain(optimizer: torch.optim.Optimizer, model: nn.Module, config: Config
     return ""
 
 
-def why_whole(optimizer: torch.optim.Optimizer, model: nn.Module, config: Config) -> str:
-    """Why the barrier cannot be crossed for ``optimizer``; empty if it can."""
-    return beginning.why_whole(model, optimizer, updating_class(optimizer), config)
-
-
 def begin(
     optimizer: torch.optim.Optimizer, model: nn.Module, config: Config
 ) -> HookedSession | Elastic | None:
@@ -126,10 +120,11 @@ def _begin(
         decline(optimizer, why)
         return None
     with Entry(vars(optimizer)["process_set"], config.timeout_s) as entry:
-        why = why_whole(optimizer, model, config)
+        kind = updating_class(optimizer)
+        why = why_whole(model, optimizer, kind, config)
         session = attach(optimizer, model, config, entry)
         try:
-            add_optimizer(session, optimizer, updating_class(optimizer), why)
+            add_optimizer(session, optimizer, kind, why)
             # From here on they train together, so none of them may be left behind.
             entry.agree([])
         except BaseException:
@@ -209,8 +204,8 @@ def _leave(session: HookedSession, wire: HorovodWire) -> None:
     """``session`` ends: other ranks hear of it if they wait for gradients of this one."""
     if session.is_inside_round:
         log.warning(
-            "rank %d unwraps inside a backward pass: the others, which wait for its gradients, "
-            "fail",
+            "rank %d unwraps inside a backward pass or a step(): the others, which wait for its "
+            "gradients, fail",
             wire.rank,
         )
         wire.abort()

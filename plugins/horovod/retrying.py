@@ -19,27 +19,21 @@ def retry_in_background(
     `atexit` run that were registered earlier. In a process that is ending already, ``attempt`` is
     not called at all.
     """
-    lock = threading.Lock()
-    is_exiting = threading.Event()
+    main = threading.main_thread()
 
     def run() -> None:
         deadline_s = time.monotonic() + timeout_s
-        while not is_exiting.wait(nap_s) and time.monotonic() < deadline_s:
-            if attempt():
-                break
-        if not is_exiting.is_set():
-            atexit.unregister(stop)
+        # The main thread ends before the functions of atexit run.
+        while main.is_alive() and time.monotonic() < deadline_s and not attempt():
+            time.sleep(nap_s)
+        atexit.unregister(join)
 
-    def stop() -> None:
-        with lock:
-            is_exiting.set()
+    def join() -> None:
         if thread.ident is not None:
             thread.join(timeout_s)
 
     thread = threading.Thread(target=run, name=name, daemon=True)
-    # What is registered while the functions of atexit run is never called. So it is registered
-    # first, and the main thread, which ends before they run, is looked at afterwards.
-    atexit.register(stop)
-    with lock:
-        if threading.main_thread().is_alive() and not is_exiting.is_set():
-            thread.start()
+    # What is registered while they run is never called: so first, and then the thread is looked at.
+    atexit.register(join)
+    if main.is_alive():
+        thread.start()

@@ -195,8 +195,12 @@ class HookedSession(PlannedSession):
 
     @property
     def is_inside_round(self) -> bool:
-        """Whether other ranks may wait for gradients of this one, and know of no error of it."""
+        """Whether other ranks may wait for gradients of this one, and know of no error of it.
+
+        They go on where ``step()`` has raised here, and updates nothing that they wait for.
+        """
         is_unfinished = self.source.phase is Phase.OPEN or self.source.is_cut_short
+        is_unfinished = is_unfinished or self._stepping.is_inside
         return self.error is None and (is_unfinished or bool(self._rounds.sending.buckets))
 
     def wait_reduced(self) -> None:

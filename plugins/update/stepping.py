@@ -71,6 +71,8 @@ class Stepping:
         self._deferred: dict[Deferred, list[RemovableHandle]] = {}
         #: calls of ``step()``, of all optimizers
         self.steps = 0
+        #: those whose ``step()`` has begun, and has not ended
+        self._begun: set[Deferred] = set()
 
     def add(
         self,
@@ -124,6 +126,7 @@ class Stepping:
         for handle in self._deferred.pop(deferred):
             handle.remove()
         deferred.unguard()
+        self._begun.discard(deferred)
 
     def close(self) -> None:
         """Takes the hooks off; nothing is applied."""
@@ -136,6 +139,11 @@ class Stepping:
     def crosses(self) -> bool:
         """True if some optimizer is updated after its ``step()``."""
         return any(deferred.cross for deferred in self._deferred)
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether some ``step()`` has begun that has not ended, unless by an exception."""
+        return bool(self._begun)
 
     def stop_crossing(self) -> None:
         """From the next ``step()`` on, all parameters are updated within it."""
@@ -204,6 +212,7 @@ class Stepping:
         self.steps += 1
         if self._steps.are_off:
             return None
+        self._begun.add(deferred)
         self._meter.step_begins()
         self._steps.begin()
         return self._steps.step(deferred, whole_because=whole_because)
@@ -213,6 +222,7 @@ class Stepping:
     ) -> None:
         if self._steps.are_off or deferred.is_outer():
             return
+        self._begun.discard(deferred)
         if args[0] is not optimizer:
             deferred.stepped(args[0])
         self._steps.stepped()

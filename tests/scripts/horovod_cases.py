@@ -245,17 +245,41 @@ def caught(
     return told
 
 
-def failed_update(who: int, tuned: bool) -> dict[str, Any]:
-    """The update of one layer raises on rank `who`, which unwraps and lives on."""
+def failed_update(who: int, tuned: bool, is_owed: bool) -> dict[str, Any]:
+    """The update of one layer raises on rank `who`, which unwraps and lives on.
+
+    Owed, it is made in the next forward pass: the other rank keeps its last gradient until then.
+    Else it is made in `step()`, as all gradients are there.
+    """
     job = job_to_fail(tuned=tuned)
     model = mlp()
     optimizer = job.wrap(sgd(model), model)
+    steps = 0
 
-    def corrupt(step: int) -> None:
+    def last_gradient(_: Tensor) -> None:
+        if steps == 3 and job.rank != who and is_owed:
+            signals().wait("owed")
+
+    def before_step(step: int) -> None:
+        if step == 3 and job.rank == who and not is_owed:
+            wait_until_nothing_is_sent(model)
+
+    def after_step(step: int) -> None:
+        nonlocal steps
+        steps = step + 1
         if step == 2 and job.rank == who:
+            # What was owed before is made when the state is looked at.
             optimizer.state[model[4].weight]["momentum_buffer"] = torch.zeros(3)
+        elif step == 3 and job.rank == who:
+            signals().set("owed")
 
-    told = refusal(lambda: train(job, model, optimizer, steps=8, after_step=corrupt))
+    next(model.parameters()).register_hook(last_gradient)
+    told = refusal(
+        lambda: train(
+            job, model, optimizer, steps=8, before_step=before_step, after_step=after_step
+        )
+    )
+    told["steps"] = steps
     refusal(job.close)
     return told
 

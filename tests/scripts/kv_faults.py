@@ -129,14 +129,6 @@ def other_settings() -> None:
     open_store(timeout_s=TIMEOUT_S, servers=1 if RANK else 2)
 
 
-def nobody_else_pushes() -> None:
-    kv = open_here()
-    if kv.rank == 0:
-        train(kv, 10_000)
-    time.sleep(10 * TIMEOUT_S)
-    kv.barrier()
-
-
 def main() -> None:
     faulthandler.register(signal.SIGUSR1)
     faulthandler.dump_traceback_later(20 * TIMEOUT_S, exit=True)

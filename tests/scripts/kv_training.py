@@ -14,8 +14,7 @@ from torch import nn
 from bytesched.config import Config
 from bytesched.plugins.mpi_kvstore import open_store
 from bytesched.plugins.stores.training import begin as kvstore_training
-from bytesched.plugins.stores.training.rate import push_bytes_per_s
-from bytesched.plugins.stores.training.workers import Workers
+from bytesched.plugins.stores.training.workers import Workers, push_bytes_per_s
 
 STEPS = 8
 #: sums over the batch are taken in another order

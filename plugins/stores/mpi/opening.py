@@ -32,7 +32,7 @@ from bytesched.errors import ConfigError, MismatchError, PeerLost, PluginError, 
 from .loop import Loop
 from .messages import TO_SERVER
 from .server.server import Server
-from .transfer import OneSided, Transfer, TwoSided
+from .transfer import OneSided, Transfer
 from .worker.store import MPIKVStore
 
 __all__ = ["MPIKVStore", "open_store"]
@@ -92,7 +92,7 @@ def open_store(
     serving = list(range(size - servers, size)) if servers else workers
     rank = own.Get_rank()
     loop = Loop(own, idle_nap_s=_SERVER_NAP_S if rank in serving else _WORKER_NAP_S)
-    moving = _one_sided(loop, settings) if transfer == "one-sided" else TwoSided(loop)
+    moving = _one_sided(loop, settings) if transfer == "one-sided" else Transfer(loop)
     server: Server | None = None
     if rank in serving:
         server = Server(loop, moving, workers, _SERVERS_SHARE * timeout_s)

@@ -7,7 +7,7 @@ a value and the worker, which has *asked* before, gets it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from mpi4py import MPI
@@ -17,28 +17,43 @@ from bytesched.errors import PluginError
 from .loop import Loop
 from .messages import TO_WORKER, Message, Op, pull_tag, push_tag
 
-__all__ = ["OneSided", "Transfer", "TwoSided"]
+__all__ = ["OneSided", "Transfer"]
 
 _ALIGNMENT = 64
 
 
-class Transfer(Protocol):
-    """Everything is called in the loop's thread."""
+class Transfer:
+    """Point-to-point messages, into memory that the receiver has posted.
+
+    Everything but `release` is called in the loop's thread.
+    """
+
+    def __init__(self, loop: Loop) -> None:
+        self._loop = loop
 
     def offer(self, server: int, key: int, memory: Any, sent: Callable[[], None]) -> int:
         """Makes ``memory`` available; returns the offset to announce."""
+        self._loop.send(memory, server, push_tag(key), sent)
+        return 0
 
     def take(self, worker: int, message: Message, memory: Any, then: Callable[[], None]) -> None:
         """Fills ``memory`` with what a worker has offered, and announced by ``message``."""
+        what = f"push of key {message.key}"
+        self._loop.receive_checked(memory, worker, push_tag(message.key), then, what)
 
     def give(self, worker: int, key: int, memory: Any, then: Callable[[], None]) -> None:
         """Answers a worker that asked; ``then`` is called when ``memory`` may be reused."""
+        self._loop.send(memory, worker, pull_tag(key), then)
 
     def ask(self, server: int, key: int, memory: Any, then: Callable[[], None]) -> None:
         """Gets ready for the answer of ``server``, which fills ``memory``."""
+        self._loop.receive(memory, server, pull_tag(key), then)
 
     def ready(self, server: int, message: Message) -> None:
         """The answer of ``server`` can be read."""
+        raise PluginError(
+            f"server {server} uses one-sided transfers, and rank {self._loop.rank} does not"
+        )
 
     def forget(self, key: int) -> None:
         """``key`` is not used any more."""
@@ -47,39 +62,7 @@ class Transfer(Protocol):
         """Gives back what MPI holds, once the loop has ended; waits for all, as MPI's end does."""
 
 
-class TwoSided:
-    """Point-to-point messages, into memory that the receiver has posted."""
-
-    def __init__(self, loop: Loop) -> None:
-        self._loop = loop
-
-    def offer(self, server: int, key: int, memory: Any, sent: Callable[[], None]) -> int:
-        self._loop.send(memory, server, push_tag(key), sent)
-        return 0
-
-    def take(self, worker: int, message: Message, memory: Any, then: Callable[[], None]) -> None:
-        what = f"push of key {message.key}"
-        self._loop.receive_checked(memory, worker, push_tag(message.key), then, what)
-
-    def give(self, worker: int, key: int, memory: Any, then: Callable[[], None]) -> None:
-        self._loop.send(memory, worker, pull_tag(key), then)
-
-    def ask(self, server: int, key: int, memory: Any, then: Callable[[], None]) -> None:
-        self._loop.receive(memory, server, pull_tag(key), then)
-
-    def ready(self, server: int, message: Message) -> None:
-        raise PluginError(
-            f"server {server} uses one-sided transfers, and rank {self._loop.rank} does not"
-        )
-
-    def forget(self, key: int) -> None:
-        pass
-
-    def release(self) -> None:
-        pass
-
-
-class OneSided:
+class OneSided(Transfer):
     """Windows of registered memory, which the receiver reads when it wants to.
 
     Every key has its place in the window from its first use on, and keeps it: no step allocates
@@ -91,7 +74,7 @@ class OneSided:
     """
 
     def __init__(self, loop: Loop, window_bytes: int) -> None:
-        self._loop = loop
+        super().__init__(loop)
         self._window = MPI.Win.Allocate(window_bytes, 1, comm=loop.comm)
         self._window.Lock_all(MPI.MODE_NOCHECK)
         memory: Any = self._window.tomemory()

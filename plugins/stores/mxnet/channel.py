@@ -1,4 +1,4 @@
-"""Connections by which worker 0 sends its order of pushes to all others.
+"""The order of pushes: worker 0 sends it to all others, who follow it.
 
 A server answers when every worker has pushed a chunk. Workers that choose for themselves send
 different chunks, because their windows open at different moments: what one has sent early another
@@ -12,7 +12,7 @@ import secrets
 import selectors
 import socket
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from threading import Thread
 from time import monotonic
 
@@ -20,7 +20,7 @@ from bytesched.environment import mxnet_hosts
 from bytesched.errors import PeerLost, SchedulerTimeout
 from bytesched.task import CommTask
 
-__all__ = ["Channel"]
+__all__ = ["Announced", "Channel"]
 
 _INDEX = struct.Struct("<I")
 #: Any process may connect; one that sends this is a worker.
@@ -73,16 +73,13 @@ class Channel:
         with socket.create_server((_own_host(), 0), backlog=backlog) as server:
             host, port = server.getsockname()
             published(f"{host} {port} {token.hex()}")
-            with _Door(server, token) as door:
-                deadline = monotonic() + self._timeout_s
-                while (missing := self._num_workers - 1 - len(self._connections)) > 0:
-                    if monotonic() >= deadline:
-                        raise SchedulerTimeout(
-                            f"waited {self._timeout_s:g} s for {missing} workers to connect to "
-                            f"{(host, port)}",
-                            rank=self._rank,
-                        )
-                    self._connections += door.admitted(deadline)
+            missing = self._num_workers - 1
+            self._connections = _admitted(server, token, missing, monotonic() + self._timeout_s)
+        if missing := missing - len(self._connections):
+            raise SchedulerTimeout(
+                f"waited {self._timeout_s:g} s for {missing} workers to connect to {(host, port)}",
+                rank=self._rank,
+            )
         for connection in self._connections:
             connection.settimeout(self._timeout_s)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -126,70 +123,89 @@ class Channel:
                 self._received([index for (index,) in _INDEX.iter_unpack(data[:whole])])
 
 
-class _Door:
-    """Takes connections side by side, so that one that sends nothing holds up no other."""
+class Announced:
+    """Ready tasks in the order that worker 0 has announced; one that is not ready is passed over.
 
-    def __init__(self, server: socket.socket, token: bytes) -> None:
-        server.setblocking(False)
-        self._server = server
-        self._token = token
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(server, selectors.EVENT_READ)
-        #: what those that have not shown the token have sent, the oldest first
-        self._strangers: dict[socket.socket, bytes] = {}
+    A queue of ready tasks (see order.ReadyQueue).
+    """
 
-    def admitted(self, deadline: float) -> list[socket.socket]:
-        """Connections that have just sent the token; none by then, or if others only came."""
-        found = []
-        for key, _ in self._selector.select(max(deadline - monotonic(), 0.0)):
-            if key.fileobj is self._server:
-                self._accept()
-            elif (connection := key.fileobj) in self._strangers:
-                assert isinstance(connection, socket.socket)
-                if self._shows_token(connection):
-                    found.append(connection)
-        return found
+    def __init__(self) -> None:
+        self._announced: list[int] = []
+        self._ready: dict[int, CommTask] = {}
 
-    def _accept(self) -> None:
-        try:
-            connection, _ = self._server.accept()
-        except OSError:
-            # It was reset meanwhile.
-            return
-        connection.setblocking(False)
-        if len(self._strangers) == _MOST_STRANGERS:
-            self._refuse(next(iter(self._strangers)))
-        self._strangers[connection] = b""
-        self._selector.register(connection, selectors.EVENT_READ)
+    def add(self, task: CommTask) -> None:
+        self._ready[task.index] = task
 
-    def _shows_token(self, connection: socket.socket) -> bool:
-        """Reads what has come; true if it is the whole token. Closes what sends another."""
-        data = b""
-        with contextlib.suppress(OSError):
-            data = connection.recv(_TOKEN_BYTES - len(self._strangers[connection]))
-        self._strangers[connection] += data
-        shown = self._strangers[connection]
-        if data and len(shown) < _TOKEN_BYTES:
-            return False
-        if not secrets.compare_digest(shown, self._token):
-            self._refuse(connection)
-            return False
-        self._selector.unregister(connection)
-        del self._strangers[connection]
-        return True
+    def pop(self) -> CommTask | None:
+        for place, index in enumerate(self._announced):
+            if index in self._ready:
+                del self._announced[place]
+                return self._ready.pop(index)
+        return None
 
-    def _refuse(self, connection: socket.socket) -> None:
-        self._selector.unregister(connection)
-        del self._strangers[connection]
+    def peek(self) -> CommTask | None:
+        return next((self._ready[i] for i in self._announced if i in self._ready), None)
+
+    def extend(self, indices: Sequence[int]) -> None:
+        self._announced += indices
+
+    def tasks(self) -> Iterable[CommTask]:
+        return self._ready.values()
+
+    def __len__(self) -> int:
+        return len(self._ready)
+
+
+def _admitted(
+    server: socket.socket, token: bytes, wanted: int, deadline: float
+) -> list[socket.socket]:
+    """So many connections that have sent the token; fewer if no others come by then.
+
+    They are taken side by side, so that one that sends nothing holds up no other.
+    """
+    found: list[socket.socket] = []
+    #: what those that have not shown the token have sent, the oldest first
+    strangers: dict[socket.socket, bytes] = {}
+    server.setblocking(False)
+    with selectors.DefaultSelector() as selector:
+        selector.register(server, selectors.EVENT_READ)
+
+        def let_go(connection: socket.socket) -> bytes:
+            selector.unregister(connection)
+            return strangers.pop(connection)
+
+        def accept() -> None:
+            # It may have been reset meanwhile.
+            with contextlib.suppress(OSError):
+                connection, _ = server.accept()
+                connection.setblocking(False)
+                if len(strangers) == _MOST_STRANGERS:
+                    let_go(oldest := next(iter(strangers)))
+                    oldest.close()
+                strangers[connection] = b""
+                selector.register(connection, selectors.EVENT_READ)
+
+        def read(connection: socket.socket) -> None:
+            data = b""
+            with contextlib.suppress(OSError):
+                data = connection.recv(_TOKEN_BYTES - len(strangers[connection]))
+            strangers[connection] += data
+            if data and len(strangers[connection]) < _TOKEN_BYTES:
+                return
+            if secrets.compare_digest(let_go(connection), token):
+                found.append(connection)
+            else:
+                connection.close()
+
+        while len(found) < wanted and (left_s := deadline - monotonic()) > 0:
+            for key, _ in selector.select(left_s):
+                if key.fileobj is server:
+                    accept()
+                elif key.fileobj in strangers:
+                    read(key.fileobj)
+    for connection in strangers:
         connection.close()
-
-    def __enter__(self) -> _Door:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for connection in list(self._strangers):
-            self._refuse(connection)
-        self._selector.close()
+    return found
 
 
 def _own_host() -> str:

@@ -16,10 +16,9 @@ from bytesched.scheduler import Scheduler
 from bytesched.task import CommTask
 from bytesched.transport import Transport
 
-from .channel import Channel
+from .channel import Announced, Channel
 from .engine_transport import Pulling, Pushing
 from .keys import Chunk, KeySlot
-from .push_order import Announced
 
 __all__ = ["Pipes"]
 

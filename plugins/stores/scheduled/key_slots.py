@@ -73,7 +73,7 @@ def cut(key: Key, number: int, value: Any, priority: int, partition_bytes: int) 
         # The number tells apart keys that look alike, such as 1 and "1".
         name = key if len(parts) == 1 else f"{key}/{number}.{place}"
         buffer = flat[part.start_at : part.stop_at]
-        slot.chunks.append(Chunk(name, part, buffer, buffer, asked_for=part.members))
+        slot.chunks.append(Chunk(name, part, buffer, buffer))
     slot.set_priority(priority)
     return slot
 

@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
+import logging
 from time import perf_counter_ns
 from typing import Any
 
 from bytesched.config import Config
-from bytesched.errors import (
-    InvalidTransition,
-    MismatchError,
-    SchedulerClosed,
-)
+from bytesched.errors import InvalidTransition, MismatchError, SchedulerClosed
 from bytesched.kvstore.pipes import chunks_on_their_way
 from bytesched.kvstore.protocol import Key, KVStore, describe
 from bytesched.link.sizes import RULES
+from bytesched.log import show
 from bytesched.observe import Observers
+from bytesched.trace.timeline import observers_here
 
 from ...dropped import end_when_gone
 from ...registry import kind_of_store
 from .key_slots import KeySlot, cut, fill, plain
 from .transfers import Transfers
 
-__all__ = ["ScheduledKVStore"]
+__all__ = ["ScheduledKVStore", "begin"]
+
+log = logging.getLogger("bytesched")
 
 
 @kind_of_store
@@ -49,12 +50,7 @@ class ScheduledKVStore:
             config.credit_bytes,
             window=chunks_on_their_way(getattr(store, "num_servers", 1)),
         )
-        self._transfers = Transfers(
-            store,
-            config,
-            self._observers,
-            credit_bytes=credit_bytes,
-        )
+        self._transfers = Transfers(store, config, self._observers, credit_bytes=credit_bytes)
         self._end = end_when_gone(self, self._transfers.end)
         self._closed = False
         self._steps = 0
@@ -92,7 +88,7 @@ class ScheduledKVStore:
         for chunk in slot.chunks:
             self.store.init(chunk.key, chunk.push_from)
         self._slots[key] = slot
-        self._transfers.use(self._slots.values())
+        self._transfers.add(slot)
 
     def push(self, key: Key, value: Any, priority: int | None = None) -> None:
         """Adds ``value`` to this step of ``key``; it may be overwritten afterwards.
@@ -221,3 +217,12 @@ class ScheduledKVStore:
             f"<ScheduledKVStore {len(self._slots)} keys in {self._transfers.chunk_count} chunks, "
             f"worker {self.rank} of {self.num_workers}, {self.store!r}>"
         )
+
+
+def begin(store: KVStore, config: Config) -> KVStore | ScheduledKVStore:
+    """A `ScheduledKVStore` around ``store``; the store itself if scheduling is off."""
+    show(config.log_level, store.rank)
+    if not config.enabled:
+        log.info("left as it was: enabled is off")
+        return store
+    return ScheduledKVStore(store, config, observers_here(store.rank, config))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from time import monotonic, perf_counter_ns
 from typing import Any
 
@@ -26,7 +26,7 @@ _WORST = 8
 
 
 class Transfers:
-    """Pushes and pulls of keys, in chunks, through two pipes that are opened when needed.
+    """Pushes and pulls of keys, in chunks, through two pipes.
 
     Args:
         credit_bytes: most bytes on their way in each pipe.
@@ -35,64 +35,61 @@ class Transfers:
     def __init__(
         self, store: KVStore, config: Config, observers: Observers, *, credit_bytes: int
     ) -> None:
-        self._store = store
-        self._config = config
+        self._rank = store.rank
+        self._timeout_s = config.timeout_s
         self._observers = observers
         self.credit_bytes = credit_bytes
         self._changed = threading.Condition()
         #: whose each chunk is
         self._slots: dict[Chunk, KeySlot] = {}
-        self._pipes: Pipes | None = None
         #: chunks whose push has not ended
         self._pushing = 0
         self._wait_ns: Counter[str] = Counter()
-        #: of pipes that were closed: pushes and pulls
-        self._busy_ns = [0, 0]
-        self._cpu_ns = self._started = 0
         #: the first error, which is final
         self.error: BaseException | None = None
+        self._pipes = Pipes(
+            store,
+            policy=config.policy,
+            credit_bytes=credit_bytes,
+            on_pushed=self._pushed,
+            on_pulled=self._pulled,
+            on_error=self._fail,
+            observers=observers,
+        )
 
     @property
     def chunk_count(self) -> int:
         """Of all keys."""
         return len(self._slots)
 
-    def use(self, slots: Iterable[KeySlot]) -> None:
-        """These from now on; nothing is under way."""
-        self.stop()
-        self._slots = {chunk: slot for slot in slots for chunk in slot.chunks}
+    def add(self, slot: KeySlot) -> None:
+        """One more key; nothing is under way."""
+        for chunk in slot.chunks:
+            self._slots[chunk] = slot
+            self._pipes.add(chunk)
 
     def push(self, slot: KeySlot, value: Any) -> None:
         """Begins to push ``value``, of which a copy is made."""
         with self._changed:
             fill(slot.flat, plain(value).reshape(-1))
             slot.is_pushed = True
-            pipes = self._running()
             for chunk in slot.chunks:
-                chunk.push_task.notify_ready()
                 self._pushing += 1
-                pipes.push(chunk)
+                self._pipes.push(chunk)
 
     def pull(self, slot: KeySlot, out: Any) -> None:
         """Fills ``out`` when the value is here."""
         with self._changed:
             slot.out = plain(out)
             slot.missing = set(slot.chunks)
-            pipes = self._running()
             for chunk in slot.chunks:
-                pipes.ask(chunk)
+                self._pipes.ask(chunk)
             if not slot.chunks:
                 self._fill(slot)
 
     def stop(self) -> None:
-        """Closes the pipes; what is under way never ends."""
-        pipes, self._pipes = self._pipes, None
-        if pipes is not None:
-            pipes.close()
-            for index, scheduler in enumerate((pipes.pushes, pipes.pulls)):
-                self._busy_ns[index] += scheduler.busy_ns
-                self._cpu_ns += scheduler.cpu_ns
-                self._started += scheduler.tasks_started
+        """Closes the pipes; what is under way never ends. Idempotent."""
+        self._pipes.close()
 
     def end(self) -> None:
         """What is under way ends, for the sake of the other workers; then as `stop`."""
@@ -107,18 +104,13 @@ class Transfers:
 
     def figures(self, steps: int) -> dict[str, int | float]:
         """Times per step, so far."""
-        pipes = self._pipes
-        schedulers = (pipes.pushes, pipes.pulls) if pipes is not None else ()
-        busy_ns = list(self._busy_ns)
-        for index, scheduler in enumerate(schedulers):
-            busy_ns[index] += scheduler.busy_ns
-        cpu_ns = self._cpu_ns + sum(scheduler.cpu_ns for scheduler in schedulers)
-        started = self._started + sum(scheduler.tasks_started for scheduler in schedulers)
+        pushes, pulls = self._pipes.pushes, self._pipes.pulls
+        started = pushes.tasks_started + pulls.tasks_started
         found: dict[str, int | float] = {
             "exposed_comm_ms": sum(self._wait_ns.values()) / 1e6 / steps,
-            "push_ms": busy_ns[0] / 1e6 / steps,
-            "pull_ms": busy_ns[1] / 1e6 / steps,
-            "scheduler_cpu_us_per_chunk": cpu_ns / 1e3 / max(started, 1),
+            "push_ms": pushes.busy_ns / 1e6 / steps,
+            "pull_ms": pulls.busy_ns / 1e6 / steps,
+            "scheduler_cpu_us_per_chunk": (pushes.cpu_ns + pulls.cpu_ns) / 1e3 / max(started, 1),
         }
         for name, ns in self._wait_ns.most_common(_WORST):
             found[f"wait_ms/{name}"] = ns / 1e6 / steps
@@ -145,7 +137,7 @@ class Transfers:
         if URGENCY.is_held:
             with URGENCY.waiting():
                 return self._wait_until(done, what)
-        deadline = monotonic() + self._config.timeout_s
+        deadline = monotonic() + self._timeout_s
         with self._changed:
             while not done():
                 if self.error is not None:
@@ -153,29 +145,13 @@ class Transfers:
                 left_s = deadline - monotonic()
                 if left_s <= 0:
                     raise SchedulerTimeout(
-                        f"waited {self._config.timeout_s:g} s for {what}",
-                        rank=self._store.rank,
-                        story=self._pipes.story().splitlines() if self._pipes else (),
+                        f"waited {self._timeout_s:g} s for {what}",
+                        rank=self._rank,
+                        story=self._pipes.story(),
                     )
                 self._changed.wait(left_s)
 
     # -- the pipes ---------------------------------------------------------------------
-
-    def _running(self) -> Pipes:
-        """With the lock held."""
-        if self._pipes is None:
-            self._pipes = Pipes(
-                self._store,
-                list(self._slots),
-                policy=self._config.policy,
-                push_credit_bytes=self.credit_bytes,
-                pull_credit_bytes=self.credit_bytes,
-                on_pushed=self._pushed,
-                on_pulled=self._pulled,
-                on_error=self._fail,
-                observers=self._observers,
-            )
-        return self._pipes
 
     def _pushed(self, chunk: Chunk) -> None:
         with self._changed:

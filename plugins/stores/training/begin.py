@@ -25,12 +25,10 @@ from ...planned.bundles import Slot
 from ...update.separable import is_elementwise
 from ...warmup.agree import agree, statements
 from ..scheduled.store import ScheduledKVStore
-from .rate import push_bytes_per_s
+from .session import StoreSession, UpdatedSession
 from .state import hyperparameters_of
-from .summed import StoreSession
-from .updated import UpdatedSession
 from .wire import StoreWire
-from .workers import Workers
+from .workers import Workers, push_bytes_per_s
 
 __all__ = ["attach", "begin", "why_plain"]
 

@@ -20,10 +20,14 @@ from ...planned.updates import Updates
 from ...update.deferred import Deferred
 from ...update.stepping import why_now
 from ...update.surroundings import unseen
-from .state import Piece, hyperparameters_of, pieces_of, scatter_state, send_values
+from .state import Piece, hyperparameters_of, pieces_of, scatter_state
 from .wire import StoreWire
 
 __all__ = ["Owner", "owning"]
+
+
+def _nothing(*_: object, **__: object) -> None:
+    """There is nothing to be done."""
 
 
 class Owner:
@@ -35,6 +39,8 @@ class Owner:
     """
 
     questions = None
+    # The store has all parameters, always, and nobody else has to be told of anything.
+    deal = forward_begins = bring = refuse_late = restore = leave = disown = close = _nothing
 
     def __init__(
         self, store: Any, wire: StoreWire, slots: Sequence[Slot], failures: Failures
@@ -76,12 +82,6 @@ class Owner:
 
     # -- gradients ---------------------------------------------------------------------
 
-    def deal(self) -> None:
-        """The store owns all, always."""
-
-    def forward_begins(self) -> None:
-        """Nobody has to be told."""
-
     def round_begins(self) -> None:
         """See `Owners`; raises PluginError for a second round in one step."""
         if self._is_untaken:
@@ -95,16 +95,13 @@ class Owner:
         self._busy_before_ns = self._wire.pulls_busy_ns
         versions = zip(self._slots, self._versions, strict=True)
         if any(slot.parameter._version != version for slot, version in versions):
-            send_values(self.store, self.pieces)
+            scatter_state(self.store, self.pieces, {})
 
     def start(self, bucket: Bucket) -> None:
         """See `Owners`."""
         bucket.is_with_owners = True
         for chunk in bucket.chunks:
             self._wire.push(chunk.sent, chunk.key)
-
-    def bring(self, buckets: Sequence[Bucket], by: str) -> None:
-        """Gradients stay where they are."""
 
     @property
     def busy_ns(self) -> int:
@@ -132,23 +129,6 @@ class Owner:
     def _chunks(self) -> Iterator[Chunk]:
         for bucket in self._buckets:
             yield from bucket.chunks
-
-    # -- life --------------------------------------------------------------------------
-
-    def refuse_late(self) -> None:
-        """There is one optimizer: the store refuses another."""
-
-    def restore(self) -> None:
-        """The state stays in the store."""
-
-    def leave(self) -> None:
-        """Workers hear of the end from the store."""
-
-    def disown(self) -> None:
-        """Nobody is asked."""
-
-    def close(self) -> None:
-        """Nobody has to be told."""
 
     def let_go(self) -> None:
         """See `Owners`."""

@@ -20,7 +20,6 @@ __all__ = [
     "hyperparameters_of",
     "pieces_of",
     "scatter_state",
-    "send_values",
 ]
 
 
@@ -73,35 +72,27 @@ def gathered_state(store: Any, pieces: Iterable[Piece]) -> dict[nn.Parameter, di
 def scatter_state(
     store: Any, pieces: Iterable[Piece], state: Mapping[Any, Mapping[str, Any]]
 ) -> None:
-    """Gives the store the state, and the values, of worker 0; collective."""
+    """Gives the store the values of worker 0, and what there is of ``state``; collective."""
     for piece in pieces:
-        entries: dict[str, torch.Tensor] = {"value": _value(piece)}
+        entries = {"value": _joined(piece, [member.parameter for member, *_ in piece.slices])}
         leading = piece.slices[0][0]
         for name, first in state.get(leading.parameter, {}).items():
             first = torch.as_tensor(first)
             if first.dim() == 0 or first.numel() != leading.view.numel():
                 entries[name] = first
-                continue
-            parts = []
-            for member, start, stop in piece.slices:
-                same = torch.empty_like(member.view, dtype=first.dtype)
-                same.copy_(torch.as_tensor(state[member.parameter][name]))
-                parts.append(_flat(same)[start:stop])
-            entries[name] = torch.cat(parts)
+            else:
+                entries[name] = _joined(
+                    piece, [state[member.parameter][name] for member, *_ in piece.slices]
+                )
         store.set_state(piece.key, entries)
 
 
-def send_values(store: Any, pieces: Iterable[Piece]) -> None:
-    """Gives the store the parameters of worker 0, which were changed there; collective."""
-    for piece in pieces:
-        store.set_state(piece.key, {"value": _value(piece)})
-
-
-def _value(piece: Piece) -> torch.Tensor:
-    """The parameters in a piece, in the order of its memory."""
+def _joined(piece: Piece, values: Iterable[Any]) -> torch.Tensor:
+    """One for each parameter in a piece, in the order of its memory."""
     parts = []
-    for member, start, stop in piece.slices:
-        same = torch.empty_like(member.view).copy_(member.parameter.detach())
+    for (member, start, stop), value in zip(piece.slices, values, strict=True):
+        given = torch.as_tensor(value).detach()
+        same = torch.empty_like(member.view, dtype=given.dtype).copy_(given)
         parts.append(_flat(same)[start:stop])
     return torch.cat(parts)
 

@@ -71,10 +71,8 @@ class StoreWire:
         self._error: BaseException | None = None
         self._pipes = Pipes(
             workers.store,
-            [],
             policy=config.policy,
-            push_credit_bytes=config.credit_bytes,
-            pull_credit_bytes=config.credit_bytes,
+            credit_bytes=config.credit_bytes,
             on_pulled=self._pulled,
             on_error=self._failed,
         )
@@ -110,7 +108,6 @@ class StoreWire:
             raise self._error.with_traceback(None)
         chunk = self._chunk(key, tensor)
         chunk.push_from = chunk.pull_into = tensor
-        chunk.push_task.notify_ready()
         self._pipes.push(chunk)
 
     def ask(self, key: str) -> Work:
@@ -142,7 +139,7 @@ class StoreWire:
                 priority=-int(place) if place.isdigit() else _FIRST,
             )
             key = self._workers.key(name, like)
-            chunk = self._chunks[place] = Chunk(key, task, None, None, asked_for=(task,))
+            chunk = self._chunks[place] = Chunk(key, task)
             self._pipes.add(chunk)
         return chunk
 
@@ -181,7 +178,7 @@ class StoreWire:
                 f"waited {self.timeout_s:g} s for the store",
                 task=task,
                 rank=self.rank,
-                story=self._pipes.story().splitlines(),
+                story=self._pipes.story(),
             ) from None
         if error is not None:
             raise error.with_traceback(None)

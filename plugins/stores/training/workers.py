@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Sequence
-from queue import Empty, SimpleQueue
-from typing import Any
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from time import perf_counter
+from typing import Any, Final
 
 import torch
 
-from bytesched.errors import SchedulerTimeout
+__all__ = ["Workers", "push_bytes_per_s"]
 
-__all__ = ["Workers"]
+#: of the measurement of a rate
+_PROBE_BYTES: Final = 2**20
+_ROUNDS: Final = 3
 
 
 class Workers:
@@ -21,7 +24,7 @@ class Workers:
     Args:
         store: sums; every key of ours begins with ``name``.
         name: of the session, the same on all workers, unique in this store.
-        timeout_s: how long any wait may take.
+        timeout_s: how long any wait of the session may take.
     """
 
     def __init__(self, store: Any, *, name: str, timeout_s: float) -> None:
@@ -50,36 +53,11 @@ class Workers:
             self.store.delete(key)
             self._known.discard(key)
 
-    # -- sums that are waited for ------------------------------------------------------
+    # -- sums --------------------------------------------------------------------------
 
-    def sum(self, tensor: torch.Tensor, key: str) -> Callable[[float], Any]:
-        """Begins to sum ``tensor``, in place; returns what `wait` takes."""
-        name, store = self.key(_part(key, tensor), tensor), self.store
-        if not hasattr(store, "start_push"):
-            return lambda timeout_s: store.pushpull(name, tensor)
-        ends: SimpleQueue[BaseException | None] = SimpleQueue()
-
-        def pushed(error: BaseException | None) -> None:
-            if error is None:
-                store.start_pull(name, tensor, ends.put)
-            else:
-                ends.put(error)
-
-        store.start_push(name, tensor, pushed)
-        return lambda timeout_s: ends.get(timeout=timeout_s)
-
-    def wait(self, work: Callable[[float], Any], *, task: str = "") -> None:
-        """Returns when ``work`` has ended; raises its error."""
-        try:
-            error = work(2 * self.timeout_s)
-        except Empty:
-            raise SchedulerTimeout(
-                f"the store has not answered within {2 * self.timeout_s:g} s",
-                task=task,
-                rank=self.rank,
-            ) from None
-        if error is not None:
-            raise error
+    def sum(self, tensor: torch.Tensor, key: str) -> None:
+        """Sums ``tensor`` over the workers, in place; collective."""
+        self.store.pushpull(self.key(_part(key, tensor), tensor), tensor)
 
     def forget(self, tensor: torch.Tensor, key: str) -> None:
         """Gives back what the store keeps for sums of such tensors; collective."""
@@ -95,10 +73,10 @@ class Workers:
         data = text.encode()
         lengths = torch.zeros(self.size, dtype=torch.int64)
         lengths[self.rank] = len(data)
-        self.wait(self.sum(lengths, f"{key} length"))
+        self.sum(lengths, f"{key} length")
         texts = torch.zeros(self.size, max(1, int(lengths.max())), dtype=torch.uint8)
         texts[self.rank, : len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        self.wait(self.sum(texts, key))
+        self.sum(texts, key)
         return [
             row.numpy().tobytes()[:length].decode()
             for row, length in zip(texts, lengths.tolist(), strict=True)
@@ -107,14 +85,14 @@ class Workers:
     def leaders(self, numbers: Sequence[int], key: str) -> list[int]:
         """The numbers of worker 0, as many as here; collective."""
         mine = torch.tensor(numbers if self.rank == 0 else [0] * len(numbers))
-        self.wait(self.sum(mine, key), task=key)
+        self.sum(mine, key)
         return [int(number) for number in mine.tolist()]
 
     def clock_offset_ns(self) -> int:
         """What must be added to this host's wall clock to read worker 0's; collective."""
         for _ in range(3):
             # The last one ends at nearly the same moment everywhere.
-            self.wait(self.sum(torch.zeros(1), "clock"), task="comparing clocks")
+            self.sum(torch.zeros(1), "clock")
         mine_ns = time.time_ns()
         [leaders_ns] = self.leaders([mine_ns], "clock of worker 0")
         return leaders_ns - mine_ns
@@ -129,3 +107,27 @@ class Workers:
 
 def _part(key: str, tensor: torch.Tensor) -> str:
     return f"{key} {tensor.dtype} {tuple(tensor.shape)}"
+
+
+def push_bytes_per_s(workers: Workers, servers: int) -> float:
+    """The rate of one worker's pushes, the same on all workers; collective.
+
+    As many keys as servers are pushed, and pulled when they are there: every byte passes twice.
+    """
+    probes = [torch.zeros(_PROBE_BYTES // 4) for _ in range(servers)]
+    keys = [f"probe {number}" for number in range(servers)]
+    for probe, key in zip(probes, keys, strict=True):
+        # Makes the key, and opens a connection.
+        workers.sum(probe, key)
+    rounds_s = []
+    with ThreadPoolExecutor(servers) as pool:
+        for _ in range(_ROUNDS):
+            # The sum before has ended everywhere at nearly the same moment.
+            began_s = perf_counter()
+            list(pool.map(workers.sum, probes, keys))
+            rounds_s.append(perf_counter() - began_s)
+    for probe, key in zip(reversed(probes), reversed(keys), strict=True):
+        workers.forget(probe, key)
+    mine = 2 * servers * _PROBE_BYTES / min(rounds_s)
+    # A worker that starts late sees a free link.
+    return min(float(text) for text in workers.gather_text("rate", repr(mine)))

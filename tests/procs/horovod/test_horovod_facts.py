@@ -126,12 +126,14 @@ def test_the_others_hear_of_it_where_gradients_are_compressed(
 
 @pytest.mark.parametrize("who", [0, 1])
 @pytest.mark.parametrize("tuned", [False, True], ids=["", "while they wait for a word"])
+@pytest.mark.parametrize("is_owed", [False, True], ids=["in step", "in the next forward pass"])
 def test_the_others_hear_of_a_failed_update(
-    own_pool: Ranks, cases: ModuleType, who: int, tuned: bool
+    own_pool: Ranks, cases: ModuleType, who: int, tuned: bool, is_owed: bool
 ) -> None:
-    told = own_pool.run(cases.failed_update, who, tuned)
+    told = own_pool.run(cases.failed_update, who, tuned, is_owed)
     assert told[who]["kinds"][0] == "RuntimeError"
     assert "size of tensor" in told[who]["message"]
+    assert told[who]["steps"] == 3 + is_owed
     check_gave_up(told[1 - who], who)
 
 

@@ -14,39 +14,27 @@ def owners(tensor: Any) -> int:
 
 
 def test_letting_go_of_what_is_held_is_no_affair_of_python() -> None:
-    from bytesched.plugins.horovod.held import Held
+    from bytesched.plugins.horovod.operations import Held
 
     held = Held()
     arena = torch.zeros(8)
     for tensor in (arena[2:5], torch.zeros(1, 1, 2, dtype=torch.int64)):
         alone = owners(tensor)
         for _ in range(3):
-            held.hold("a", tensor)
+            held.hold(tensor)
         assert owners(tensor) == alone + 1
         tensor.add_(1)
 
 
-def test_the_latest_under_a_key_is_held() -> None:
-    from bytesched.plugins.horovod.held import Held
-
-    held = Held()
-    first, second = torch.zeros(2), torch.zeros(2)
-    alone = owners(first)
-    held.hold(0, first)
-    held.hold(1, first)
-    held.hold(0, second)
-    assert owners(first) == owners(second) == alone + 1
-
-
 def test_what_is_not_held_again_is_let_go() -> None:
-    from bytesched.plugins.horovod.held import Held
+    from bytesched.plugins.horovod.operations import Held
 
     held = Held()
     kept, left = torch.zeros(2), torch.zeros(2)
     alone = owners(kept)
-    held.hold("kept", kept)
-    held.hold("left", left)
+    held.hold(kept)
+    held.hold(left)
     for _ in range(2):
         held.let_go()
-        held.hold("kept", kept)
+        held.hold(kept)
     assert (owners(kept), owners(left)) == (alone + 1, alone)

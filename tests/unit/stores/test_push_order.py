@@ -14,8 +14,7 @@ import pytest
 
 from bytesched.core import SchedulerCore
 from bytesched.errors import PeerLost, SchedulerTimeout
-from bytesched.plugins.stores.mxnet.channel import _MOST_STRANGERS, Channel
-from bytesched.plugins.stores.mxnet.push_order import Announced
+from bytesched.plugins.stores.mxnet.channel import _MOST_STRANGERS, Announced, Channel
 from bytesched.plugins.stores.mxnet.urgency import Urgency
 from bytesched.task import CommTask
 

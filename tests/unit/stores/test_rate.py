@@ -13,8 +13,7 @@ from bytesched.config import Config
 from bytesched.kvstore import Key, LocalKVStore
 from bytesched.kvstore.pipes import chunks_on_their_way
 from bytesched.plugins.stores.training import begin as kvstore_training
-from bytesched.plugins.stores.training.rate import push_bytes_per_s
-from bytesched.plugins.stores.training.workers import Workers
+from bytesched.plugins.stores.training.workers import Workers, push_bytes_per_s
 
 PAGE_BYTES = 4096
 

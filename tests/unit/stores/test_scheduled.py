@@ -25,7 +25,6 @@ from bytesched.kvstore.pipes import chunks_on_their_way
 from bytesched.observe import Observer, Observers
 from bytesched.plugins.dropped import wait_for_ends
 from bytesched.plugins.stores.scheduled.store import ScheduledKVStore
-from bytesched.plugins.stores.training import begin as kvstore_training
 from bytesched.testing import KVStoreContract
 
 TESTS = sorted(name for name in dir(KVStoreContract) if name.startswith("test_"))
@@ -231,23 +230,6 @@ def test_a_window_does_not_grow_with_every_server() -> None:
     windows = [chunks_on_their_way(servers) for servers in (0, 1, 2, 3, 64)]
     assert windows == sorted(windows)
     assert windows[0] == windows[1] < windows[2] == windows[-1]
-
-
-def test_so_are_those_of_a_training() -> None:
-    class Spread(LocalKVStore):
-        num_servers = 3
-
-    model = torch.nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    config = Config(timeout_s=TIMEOUT_S, partition_bytes=4096)
-    session = kvstore_training.attach(optimizer, model, Spread(), config)
-    for _ in range(2):
-        # Figures are of rounds after the first one.
-        model(torch.ones(1, 2)).sum().backward()
-        optimizer.step()
-    session.flush()
-    assert session.stats()["credit_bytes"] == chunks_on_their_way(3) * 4096
-    session.close()
 
 
 def test_urgent_keys_overtake() -> None:

@@ -13,7 +13,7 @@ from bytesched.config import Config
 from bytesched.errors import PluginError, UnusedParameterError
 from bytesched.kvstore import Key
 from bytesched.plugins.stores.training import begin as kvstore_training
-from bytesched.plugins.stores.training.summed import StoreSession
+from bytesched.plugins.stores.training.session import StoreSession
 
 STEPS = 5
 TIMEOUT_S = 100.0

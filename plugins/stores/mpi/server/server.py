@@ -21,9 +21,8 @@ from ..loop import Loop
 from ..memory import memory_of, packed_state, unpacked_state
 from ..messages import TO_WORKER, Message, Op, pull_tag, push_tag
 from ..transfer import Transfer
-from .entry import Entry, Pull, Spare
+from .entry import Entry, Pull, ServerOptimizer, Spare
 from .meetings import Meetings
-from .optimizer import ServerOptimizer
 from .service import Answers, Arrivals, Push
 
 __all__ = ["Server"]

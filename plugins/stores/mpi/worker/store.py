@@ -12,13 +12,12 @@ from bytesched.errors import InvalidTransition
 from bytesched.kvstore.protocol import Ended, Key, describe
 
 from ..loop import Loop
-from ..memory import flat_of, memory_of, tensor_of
-from ..messages import TO_SERVER, TO_WORKER, Message, Op
+from ..memory import flat_of, memory_of, packed_state, tensor_of, unpacked_state
+from ..messages import TO_SERVER, TO_WORKER, Message, Op, pull_tag
 from ..server.server import Server
 from ..transfer import Transfer
 from .calls import Calls
 from .keys import Keys, Remote
-from .states import States
 
 __all__ = ["MPIKVStore"]
 
@@ -59,7 +58,9 @@ class MPIKVStore:
         self._server = server
         self._calls = Calls(loop, servers, timeout_s)
         self._calls.on(Op.READY, transfer.ready)
-        self._states = States(self._calls, loop)
+        self._calls.on(Op.STATE, self._receive_state)
+        #: states that were asked for, by number of the key
+        self._states: dict[int, list[Any]] = {}
         loop.add(self._calls, TO_WORKER)
 
     @property
@@ -184,14 +185,28 @@ class MPIKVStore:
 
     def get_state(self, key: Key) -> dict[str, torch.Tensor]:
         """The value of ``key``, named "value", and the optimizer's state of it."""
-        return self._states.fetch(self._known(key, "get_state"))
+        call = f"get_state of key {key!r}"
+        remote = self._known(key, "get_state")
+        received: list[Any] = []
+
+        def begin(ended: Ended) -> None:
+            if self._calls.expect("state", remote.number, call, remote.server, ended):
+                self._states[remote.number] = received
+                message = Message(Op.GET_STATE, remote.number)
+                self._loop.send_message(remote.server, TO_SERVER, message)
+
+        self._calls.wait(call, begin)
+        return unpacked_state(*received)
 
     def set_state(self, key: Key, state: dict[str, torch.Tensor]) -> None:
         """Gives ``key`` the state that ``get_state`` returned, as worker 0 has it; collective."""
         remote = self._known(key, "set_state")
         self._calls.meet(f"set_state {key!r}")
         if self.rank == 0:
-            self._states.send(remote, state)
+            what, data = packed_state(state)
+            call = f"set_state of key {key!r}"
+            memory = memory_of(data)
+            self._calls.ask(Op.SET_STATE, remote.server, call, remote.number, what, memory)
         self._calls.meet(f"set_state {key!r}: done")
 
     def fail_with(self, error: BaseException) -> None:
@@ -240,6 +255,16 @@ class MPIKVStore:
                 self._loop.send_message(remote.server, TO_SERVER, message)
 
         return begin
+
+    def _receive_state(self, rank: int, message: Message) -> None:
+        """A state is about to come."""
+        data = torch.empty(message.nbytes, dtype=torch.uint8)
+
+        def arrived() -> None:
+            self._states.pop(message.key).extend([json.loads(message.text), data])
+            self._calls.came("state", message.key)
+
+        self._loop.receive(memory_of(data), rank, pull_tag(message.key), arrived)
 
     def _known(self, key: Key, call: str, value: Any = None) -> Remote:
         self._calls.check(f"{call} of key {key!r}")

@@ -1,32 +1,109 @@
-"""A session whose optimizer is in the store: gradients go there, and parameters come back.
+"""Sessions over a store: one whose gradients it sums, and one whose parameters it updates.
 
-The store updates a key when all workers have pushed it and worker 0 has called ``step()``, under
-the hyper-parameters that hold then. The optimizer's state is in the store alone.
+A store that updates does so with a key when all workers have pushed it and worker 0 has called
+``step()``, under the hyper-parameters that hold then. The optimizer's state is in the store alone.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
 from bytesched.config import Config
-from bytesched.errors import UnusedParameterError
+from bytesched.errors import PluginError, UnusedParameterError
 from bytesched.observe import Observers
 from bytesched.tunable import Setting
 
+from ...planned.buckets import Bucket
 from ...planned.bundles import Slot
-from .absent import UpdatedSource, forget_absent
+from ...planned.hook_source import HookSource
+from ...planned.hooked_session import HookedSession
+from ...proxies.pending_grads import PendingGrad
 from .owner import Owner, owning
 from .state import gathered_state
-from .summed import StoreSession
 from .wire import StoreWire
 from .workers import Workers
 
-__all__ = ["UpdatedSession"]
+__all__ = ["StoreSession", "UpdatedSession"]
+
+
+class _SummedSource(HookSource):
+    """Gradients whose chunks have keys before they are sent."""
+
+    _wire: StoreWire
+
+    def _settle(self, order: Sequence[int]) -> None:
+        super()._settle(order)
+        # Workers meet for each new key: here, where they wait for each other anyway.
+        for bucket in self.buckets:
+            for chunk in bucket.chunks:
+                self._wire.name(chunk.sent, chunk.key)
+
+
+class StoreSession(HookedSession):
+    """The life of one model whose gradients go to a store; see `HookedSession`."""
+
+    source_kind: ClassVar[type[HookSource]] = _SummedSource
+    _wire: StoreWire
+
+    def stats(self) -> dict[str, int | float | str]:
+        """See `PlannedSession`."""
+        return {**super().stats(), **self._wire.figures()}
+
+
+class _InStore:
+    """What such a gradient waits for, in vain (see `pending_grads.Sum`)."""
+
+    #: what is on its way to here
+    chunks: ClassVar[tuple[()]] = ()
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def answer(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        return NotImplemented
+
+    def settle(self) -> None:
+        raise PluginError(
+            f"the gradient of {self._name!r} is in the store, which updates: it cannot be read, "
+            "clipped or changed here; let the workers update (a store without an optimizer)"
+        )
+
+    def zeroes(self) -> bool:
+        return False
+
+
+class _UpdatedSource(HookSource):
+    """Gradients that nobody reads here once they have been handed out.
+
+    The first forward pass shows the order of buckets: those of a first round could not be others
+    later, as the store has updated them.
+    """
+
+    early_rounds: ClassVar[int] = 0
+
+    def __init__(self, *args: Any, **named: Any) -> None:
+        super().__init__(*args, **named)
+        # The store has no keys.
+        self.is_synced = False
+
+    def lay_out(self, order: Sequence[int]) -> None:
+        """Buckets of parameters in ``order`` of their gradients; no round is open."""
+        self._lay_out(order)
+        self._listener.layout_changes()
+        self.is_synced = True
+
+    def _hand_out(self, bucket: Bucket, left: Container[int] = ()) -> bool:
+        for member in bucket.members:
+            pending: Any = member.parameter.grad
+            if type(member.parameter.grad) is torch.Tensor:
+                pending.__class__ = PendingGrad
+                pending.sum_ = _InStore(member.name)
+        return True
 
 
 class UpdatedSession(StoreSession):
@@ -39,8 +116,8 @@ class UpdatedSession(StoreSession):
         workers: those of ``wire``.
     """
 
-    source_kind: ClassVar[type[UpdatedSource]] = UpdatedSource
-    source: UpdatedSource
+    source_kind: ClassVar[type[_UpdatedSource]] = _UpdatedSource
+    source: _UpdatedSource
     owners: Owner
 
     def __init__(
@@ -143,4 +220,7 @@ class UpdatedSession(StoreSession):
     def close(self, *, release_parameters: bool = True) -> None:
         """See `PlannedSession`."""
         super().close(release_parameters=release_parameters)
-        forget_absent(self._parameters)
+        for parameter in self._parameters:
+            grad: Any = parameter.grad
+            if type(grad) is PendingGrad and type(grad.sum_) is _InStore:
+                parameter.grad = None
