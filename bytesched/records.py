@@ -25,9 +25,9 @@ def from_json(kind: type[RecordT], text: str) -> RecordT:
     """
     try:
         content = json.loads(text)
+        record: RecordT = _read(kind, content, kind.__name__)
     except RecursionError as error:
         raise ValueError(f"no valid JSON: {error}") from None
-    record: RecordT = _read(kind, content, kind.__name__)
     return record
 
 

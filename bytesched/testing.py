@@ -13,7 +13,7 @@ from typing import Any
 from bytesched.errors import InvalidTransition, MismatchError, SchedulerClosed
 from bytesched.kvstore.protocol import Key, KVStore
 
-__all__ = ["Contract", "KVStoreContract"]
+__all__ = ["KVStoreContract"]
 
 _SIZE = 7
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import asdict, astuple, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -167,14 +167,17 @@ class TuningFile:
             raise ValueError("not the memory of a tuning")
         if content.get("version") != VERSION:
             raise ValueError(f"of version {content.get('version')!r}, not {VERSION}")
-        fields = {name: content[name] for name in content.keys() - {"format", "version", "state"}}
+        # A later one may have written more.
+        known = {field.name for field in fields(cls)}
         try:
-            tuning = from_json(cls, json.dumps(_filled(fields)))
-        except ConfigError as error:
+            mine = _filled({name: content[name] for name in content.keys() & known})
+            tuning = from_json(cls, json.dumps(mine))
+        except (ConfigError, RecursionError) as error:
             raise ValueError(str(error)) from None
         if content.get("state") != tuning.state:
             raise ValueError(f"state is {content.get('state')!r:.60} with {tuning.setting!r}")
-        if not (tuning.fingerprint.bytes_per_s and tuning.fingerprint.ranks_per_host):
+        hosts = tuning.fingerprint.ranks_per_host
+        if not (tuning.fingerprint.bytes_per_s and hosts and all(hosts)):
             raise ValueError(f"no cluster has {tuning.fingerprint}")
         return tuning
 

@@ -52,7 +52,7 @@ def tuner_of(config: Config) -> OnlineTuner:
 
 
 class OnlineTuner:
-    """Puts link, model, searcher, controller and memory together (see tunable.Tuner).
+    """Puts link, model, search, controller and memory together (see tunable.Tuner).
 
     Of several in one process, one at a time tries settings: a step of one model lasts until its
     next one, and the step of another model may lie in between.
@@ -104,7 +104,7 @@ class OnlineTuner:
         self._controller = Controller(
             facts.untuned,
             can_switch_off="enabled" in facts.knobs,
-            search=self._searcher,
+            search=self._search_from,
             now_s=self._now_s,
             pace=pace,
             report=self._reported,
@@ -198,7 +198,7 @@ class OnlineTuner:
     def _can_switch_off(self) -> bool:
         return "enabled" in self._facts.knobs
 
-    def _searcher(self, adopted: Setting | None) -> Search:
+    def _search_from(self, adopted: Setting | None) -> Search:
         """The search, now that the baseline is measured."""
         link = self._link
         if adopted is None:

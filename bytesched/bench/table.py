@@ -146,11 +146,14 @@ def _agreement(name: str, systems: dict[str, Any]) -> str:
     reference = next(iter(systems.values()))["rounds"][0]
     expected = list(chain(*reference["losses"]))
     rounds = systems[name]["rounds"]
-    worst = max(
-        abs(loss - other) / max(abs(other), 1e-30) if loss == loss and other == other else math.inf
+    differences = (
+        abs(loss - other) / max(abs(other), 1e-30)
         for turn in rounds
         for loss, other in zip(chain(*turn["losses"]), expected, strict=True)
+        if loss != other
     )
+    # Where both are infinite or none is a number, it is none.
+    worst = max((math.inf if math.isnan(each) else each for each in differences), default=0.0)
     if worst:
         return f"differ by {worst:.1e}"
     same_weights = all(turn["weights"] == reference["weights"] for turn in rounds)

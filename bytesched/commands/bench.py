@@ -147,7 +147,8 @@ def _measured(
             network = f"ranks started by {view.launcher}" if launched else "loopback"
             if rate:
                 network = f"links of {rate}, if they could be shaped, between emulated hosts"
-        measured = Path(start.result).exists()
+        # Ranks that end well have left one.
+        measured = stopped is None or Path(start.result).exists()
         if stopped is not None and view.rank == 0:
             how_far = "what was measured until then:" if measured else "nothing was measured yet"
             print(f"\nstopped before the end; {how_far}", flush=True)

@@ -244,6 +244,10 @@ _CHUNKS: Final = {
     "credit_bytes": parse_size,
     "policy": named_policy,
 }
+_CHUNKS_BESIDE_EXPERTS: Final = {
+    "partition_bytes": parse_size,
+    "policy": one_of("priority", "fifo"),
+}
 _BUCKETS: Final = {"bucket_mb": _above_0, "bucket_view": one_of("0", "1")}
 
 
@@ -259,8 +263,9 @@ def systems_of(options: argparse.Namespace, *, has_experts: bool) -> tuple[Syste
     plain = ("ddp-best", "fsdp2", "idle")
     with_options = tuple(name for name in (*SYSTEMS, *EXCHANGE_SYSTEMS) if name not in plain)
     systems = parse_systems(options.systems or ",".join(known), known, with_options)
+    chunks = _CHUNKS_BESIDE_EXPERTS if has_experts else _CHUNKS
     for system in systems:
-        checks: dict[str, Any] = _BUCKETS if system.kind.startswith("ddp") else _CHUNKS
+        checks: dict[str, Any] = _BUCKETS if system.kind.startswith("ddp") else chunks
         for name, value in system.options.items():
             if name not in checks:
                 raise ConfigError(f"--systems: {system.label!r}: {name!r}{nearest(name, checks)}")

@@ -36,6 +36,7 @@ OLDEST_TORCH = (2, 4)
 OPTIONAL = {
     "numpy": "report",
     "matplotlib": "report",
+    "scikit-learn": "tune",
     "horovod": "horovod",
     "mpi4py": "mpi",
     "ortools": "pipeline",

@@ -45,8 +45,6 @@ class Measured:
     cores_per_rank: float
     update_bytes_per_s: float
     copy_bytes_per_s: float
-    #: CPU time of a small all-reduce
-    collective_cpu_s: float
     #: of DDP, and of bytesched
     plain: CpuCosts
     scheduled: CpuCosts

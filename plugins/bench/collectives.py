@@ -26,8 +26,6 @@ from .rank import Ranks, run_rank
 from .systems.data_parallel import MIB, Running, make_optimizer, set_up
 from .workloads.models import emulated
 
-#: of the smallest probe of a warm-up, whose CPU time chunk sizes depend on
-_COLLECTIVE_BYTES = 128 << 10
 #: of gradients that are updated and copied: more than caches hold
 _BULK_BYTES = 64 << 20
 #: what ranks that share cores have in common, whatever their hosts are called
@@ -53,10 +51,7 @@ def _measure(probes: Probes, _: Place) -> dict[str, Any]:
         _bytes_per_s(make_optimizer(_OPTIMIZER, [parameter]).step),
         _bytes_per_s(lambda: parameter.detach().copy_(source)),
     ]
-    began_s = time.process_time()
-    all_reduces_s(_COLLECTIVE_BYTES, probes.tries)
-    collective_cpu_s = (time.process_time() - began_s) / (2 * probes.tries + 1)
-    update, copied, cpu_s = ranks.means([*speeds, collective_cpu_s])
+    update, copied = ranks.means(speeds)
     measured = Measured(
         ranks=ranks.size,
         sizes_bytes=probes.sizes_bytes,
@@ -64,7 +59,6 @@ def _measure(probes: Probes, _: Place) -> dict[str, Any]:
         cores_per_rank=_cores_per_rank(ranks),
         update_bytes_per_s=update,
         copy_bytes_per_s=copied,
-        collective_cpu_s=cpu_s,
         plain=plain,
         scheduled=scheduled,
     )

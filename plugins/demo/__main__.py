@@ -38,8 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("--steps: at least 10")
     print(
         "A character GPT learns the sources of Python's standard library, on two hosts that are\n"
-        f"emulated here, with links of {RATE}/s: so slow that two cores are enough to compute and\n"
-        "to send for both.",
+        f"emulated here if that is allowed, with links of {RATE}/s: so slow that two cores are\n"
+        "enough to compute and to send for both.",
         flush=True,
     )
     demo = Demo(steps=options.steps, folder=str(options.output.resolve()))
@@ -63,6 +63,8 @@ def conclude(found: dict[str, Any], network: str, output: Path) -> int:
         compared = "" if name == PLAIN else f"{times_ms[PLAIN] / each_ms:.2f} x as fast as DDP"
         print(f"{each_ms:8.1f} ms per iteration   {name:<18} {compared}".rstrip())
     print(f"network    {network}")
+    if network == "loopback":
+        print("           hosts cannot be emulated here, and without a slow link little is gained")
     before, after = (output / RUNS[name][0] / "rank0.trace.json" for name in (PLAIN, OURS))
     print(f"trace      {after}  (open it at https://ui.perfetto.dev)")
     picture = output / "iteration.png"

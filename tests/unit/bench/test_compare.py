@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from bytesched.bench import table
 from bytesched.bench.compare import changes, load_result, report
 from bytesched.commands import bench
 from bytesched.errors import ConfigError
@@ -241,3 +243,23 @@ def test_three_files_are_too_many(
     with pytest.raises(SystemExit):
         bench.main(["--compare", *map(str, files), "third.json"])
     assert "takes one file, or two" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("losses", "said"),
+    [
+        ([1.0, 2.0], "identical"),
+        ([1.0, 2.5], "differ by 2.5e-01"),
+        ([1.0, math.inf], "differ by inf"),
+        ([math.nan, 2.0], "differ by inf"),
+        ([], "identical"),
+    ],
+)
+def test_losses_are_compared_with_those_of_the_first_system(losses: list[float], said: str) -> None:
+    def system(ours: list[float]) -> dict[str, Any]:
+        return {"rounds": [{"losses": [ours], "weights": "alike"}]}
+
+    systems = {"ddp": system([1.0, 2.0] if losses else []), "bytesched": system(losses)}
+    assert table._agreement("bytesched", systems) == said
+    diverged = {"ddp": system([math.inf, 1.0]), "bytesched": system([5.0, 1.0])}
+    assert table._agreement("bytesched", diverged) == "differ by inf"

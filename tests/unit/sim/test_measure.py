@@ -24,7 +24,6 @@ def found(fabric: Fabric, cores_per_rank: float = 2.0) -> Measured:
         cores_per_rank=cores_per_rank,
         update_bytes_per_s=1e9,
         copy_bytes_per_s=2e9,
-        collective_cpu_s=1e-4,
         plain=CpuCosts(message_s=5e-5),
         scheduled=CpuCosts(message_s=1e-4, tensor_s=1e-5, byte_s=1e-9),
     )

@@ -58,6 +58,17 @@ def test_what_is_reduced_is_updated_at_once(ours: Training, plain: Training) -> 
     check_equal(ours, plain)
 
 
+def test_hyperparameters_are_those_of_the_step(
+    loopback: Loopback, ours: Training, plain: Training
+) -> None:
+    loopback.hold()
+    ours.train()
+    ours.optimizer.param_groups[0]["lr"] = 1000.0
+    loopback.release()
+    plain.train()
+    check_equal(ours, plain)
+
+
 def test_what_other_processes_have_is_updated_at_once(
     loopback: Loopback, ours: Training, plain: Training
 ) -> None:
