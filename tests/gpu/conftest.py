@@ -10,13 +10,13 @@ import pytest
 from bytesched.bench.gpu_ranks import mps
 
 if TYPE_CHECKING:
-    from nccl_ranks import NcclRanks
+    from gpu_nccl_ranks import NcclRanks
 
 
 @pytest.fixture(scope="session")
 def two_nccl_ranks() -> Iterator[NcclRanks]:
     """Two ranks over NCCL on one device, under MPS if that is installed."""
-    from nccl_ranks import NcclRanks
+    from gpu_nccl_ranks import NcclRanks
 
     with mps() as (variables, _):
         ranks = NcclRanks(2, variables)

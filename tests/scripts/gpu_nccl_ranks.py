@@ -1,19 +1,41 @@
-"""What ranks do over NCCL that share one device; each is a case of `nccl_ranks`."""
+"""Ranks over NCCL that share one device, as those of `bytesched bench --gpu-ranks`; their cases."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from gpu_comparing import DEVICE, Compared, compare_on_cuda
 from rank_worker import resolve
+from ranks import Ranks, address_of
 from training import STEPS, Job, adamw
 
 from bytesched.bench.gpu_ranks import nccl_variables
 from bytesched.plugins.bench.workloads.gpu import gpu_workload
+
+T = TypeVar("T")
+
+
+class NcclRanks(Ranks):
+    """A pool of ranks whose default process group is NCCL's.
+
+    Args:
+        variables: of the environment of each of them, from `mps`.
+    """
+
+    def __init__(self, world_size: int, variables: dict[str, str]) -> None:
+        super().__init__(world_size)
+        self._variables = variables
+
+    def run(self, case: Callable[..., T], *args: object, timeout_s: float = 150.0) -> list[T]:
+        """What `case(*args)` returned on each rank. Raises `RankFailure` if it did not on one."""
+        return super().run(
+            on_one_device, self._variables, address_of(case), args, timeout_s=timeout_s
+        )
 
 
 def on_one_device(variables: dict[str, str], case: tuple[str, str], args: tuple[Any, ...]) -> Any:

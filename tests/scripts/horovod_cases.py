@@ -13,12 +13,11 @@ from unittest import mock
 import horovod.torch as hvd
 import torch
 from horovod_order_cases import planning_of
-from horovod_training import HorovodJob
+from horovod_training import HorovodJob, ScriptedHorovodJob
 from looks import weight
 from peer_scripts import contracted, footprint
 from plugin_suite import PluginContract, TrainingRun
 from rank_worker import signals
-from restless_horovod import ScriptedHorovodJob
 from torch import Tensor, nn
 from training import adamw, closure_of, frozen, listening, mlp, sgd, train
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import dropped_models
 import horovod.torch as hvd
 import training
+from restless import RestlessJob, ScriptedJob
 from torch import nn
 from torch.optim import Optimizer
 from training import Job
@@ -72,3 +74,15 @@ def compare(
 ) -> tuple[list[str], dict[str, int | float | str]]:
     """`training.compare` on Horovod."""
     return training.compare(script, args, options, rtol, HorovodJob)
+
+
+class RestlessHorovodJob(RestlessJob, HorovodJob):
+    """One whose wrapped run is tuned all the time."""
+
+
+class ScriptedHorovodJob(ScriptedJob, HorovodJob):
+    """One whose wrapped run passes through given settings."""
+
+
+def dropped_in_turn(count: int, reads: bool) -> list[str]:
+    return dropped_models.dropped_in_turn(count, reads, HorovodJob)

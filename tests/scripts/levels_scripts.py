@@ -1,7 +1,8 @@
-"""Training by ranks that believe to share hosts, two on each."""
+"""Training by ranks that believe to share hosts, and in each cell of the grid."""
 
 from __future__ import annotations
 
+import hashlib
 import os
 import signal
 import socket
@@ -12,11 +13,15 @@ import torch
 import torch.distributed as dist
 from faults_runner import tell
 from raised import raised
+from restless import ScriptedJob
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from training import STEPS, Job, adamw, compare, mlp, script, train
+from torch.optim import Optimizer
+from training import SMALL, STEPS, Job, adamw, compare, mlp, script, train
 
 import bytesched
+from bytesched.grid import Cell
+from bytesched.tunable import Setting
 
 
 def on_hosts(
@@ -79,3 +84,50 @@ def on_named_hosts(ranks: list[int]) -> Any:
     names = [f"host{host}" for host, count in enumerate(ranks) for _ in range(count)]
     mine = names[dist.get_rank()]
     return mock.patch.object(socket, "gethostname", return_value=mine)
+
+
+# -- cells of the grid ---------------------------------------------------------------------
+
+#: what a tuner tries, with steps
+TURNS = [
+    (Setting(256, 512), 2),
+    (Setting(96, 300), 2),
+    (Setting(1000, 2000), 2),
+    (Setting(512, 512), 1),
+]
+
+
+class CellJob(ScriptedJob):
+    """A job that has a tuner if there are turns for it, and a digest of its weights."""
+
+    def __init__(self, *, wrapped: bool, turns: Any = (), **fields: Any) -> None:
+        if turns:
+            super().__init__(wrapped=wrapped, turns=turns, **fields)
+        else:
+            Job.__init__(self, wrapped=wrapped, **fields)
+
+    def record_state(self, model: nn.Module, *optimizers: Optimizer) -> None:
+        super().record_state(model, *optimizers)
+        digest = hashlib.sha256()
+        for weight in model.state_dict().values():
+            digest.update(weight.numpy().tobytes())
+        self.stats["digest"] = digest.hexdigest()
+
+
+def in_cell(
+    cell: tuple[str, str, str],
+    hosts: list[int],
+    address: tuple[str, str],
+    args: tuple[Any, ...],
+    rtol: float,
+) -> Any:
+    """`training.compare` of plain DDP and of ``cell``, where hosts have so many ranks."""
+    carried, levels, sizes = Cell(*cell)
+    options: dict[str, Any] = dict(SMALL)
+    options["shard"] = carried == "sharded"
+    options["split"] = {"whole": "off", "split": "on", "sharded": "auto"}[carried]
+    options["hierarchy"] = "on" if levels == "two levels" else "off"
+    if sizes == "tuned":
+        options["turns"] = TURNS
+    with on_named_hosts(hosts):
+        return compare(address, args, options, rtol, CellJob)

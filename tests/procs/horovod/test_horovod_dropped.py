@@ -16,7 +16,7 @@ pytestmark = pytest.mark.procs
 
 @pytest.mark.parametrize("reads", [False, True])
 def test_nothing_stays_of_a_model_that_was_dropped(hvd_gloo: Pools, reads: bool) -> None:
-    from horovod_dropped import dropped_in_turn
+    from horovod_training import dropped_in_turn
 
     for found in hvd_gloo(2).run(dropped_in_turn, 4, reads):
         assert not found

@@ -35,7 +35,7 @@ Pools = Callable[[int], "Ranks"]
     ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_script(hvd_gloo: Pools, script: Callable[..., None], args: tuple[object, ...]) -> None:
-    from restless_horovod import RestlessHorovodJob
+    from horovod_training import RestlessHorovodJob
 
     outcomes = hvd_gloo(2).run(compare, address_of(script), args, {}, 0.0, RestlessHorovodJob)
     for rank, (found, _) in enumerate(outcomes):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import grid_scripts
+import levels_scripts
 import pytest
 import scripts_optimizers as optimizers
 import scripts_split as split
@@ -40,7 +40,7 @@ def test_cell_trains_as_plain_ddp(request: pytest.FixtureRequest, cell: Cell, na
     ranks: Ranks = request.getfixturevalue("two_ranks" if is_flat else "four_ranks")
     hosts = [1, 1] if is_flat else [2, 2]
     outcomes = ranks.run(
-        grid_scripts.in_cell,
+        levels_scripts.in_cell,
         tuple(cell),
         hosts,
         address_of(script),
@@ -59,7 +59,7 @@ def test_cell_trains_as_plain_ddp(request: pytest.FixtureRequest, cell: Cell, na
 def test_three_owners(three_ranks: Ranks, name: str) -> None:
     script, *args = SCRIPTS[name]
     outcomes = three_ranks.run(
-        grid_scripts.in_cell,
+        levels_scripts.in_cell,
         tuple(Cell("sharded")),
         [1, 1, 1],
         address_of(script),
