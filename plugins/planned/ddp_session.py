@@ -23,7 +23,7 @@ from .attachment import Attachment, Give
 from .bundles import Slot
 from .cutting import Cutter, cut_whole
 from .guard import Guard, collectives_of
-from .planning import PLANNED_IN
+from .planning import PLANNED_AGAIN_IN
 from .reducer import (
     check_finalized,
     is_joining,
@@ -44,7 +44,7 @@ log = logging.getLogger("bytesched")
 
 #: steps with a new reducer that show nothing: it gets the buckets that stay in the second one, and
 #: they a plan
-_RENEWED_STEPS: Final = 2 + PLANNED_IN
+_RENEWED_STEPS: Final = 2 + PLANNED_AGAIN_IN
 
 
 class DdpSession(PlannedSession):
@@ -111,7 +111,7 @@ class DdpSession(PlannedSession):
             carrier=carrier,
             # DDP does not compress.
             can_stop=config.compression == "none",
-            changed_steps=_RENEWED_STEPS if bucket_bytes else PLANNED_IN,
+            changed_steps=_RENEWED_STEPS if bucket_bytes else PLANNED_AGAIN_IN,
             open_updates=open_updates,
         )
         self._guard = Guard(wire, self._clock)

@@ -28,10 +28,12 @@ from .owners import Gradient
 from .spans import Spans
 from .wire import Wire
 
-__all__ = ["PLANNED_IN", "Planning", "Stage", "first_gates"]
+__all__ = ["PLANNED_AGAIN_IN", "PLANNED_IN", "Planning", "Stage", "first_gates"]
 
-#: rounds of a layout until there is a plan: it is compared, measured, told, and agreed on
+#: rounds of a layout until there is a plan: it is compared, measured, told, and agreed on; and of
+#: one whose gradients were measured in another
 PLANNED_IN: Final = 4
+PLANNED_AGAIN_IN: Final = 2
 
 #: rounds of a layout that are measured; each is followed by one in which nothing is
 _MEASURED: Final = (1, 5, 13, 29, 61, 125, 253, 509)
@@ -132,6 +134,10 @@ class Planning:
         self.busy_ns = 0
         #: what the ranks have told last of chunks, by index, and of the carrier
         self._times: list[ChunkTimes] = []
+        #: parameters in the bucket of a chunk that is measured, by its index, as their ids
+        self._parameters: dict[int, list[int]] = {}
+        #: when their gradients were ready on the slowest rank, which holds in other buckets, too
+        self._ready_s: dict[int, float] = {}
         self._link = Link(0.0, 0.0)
 
     def forget(self) -> None:
@@ -236,11 +242,18 @@ class Planning:
         if self.stage is Stage.NEW:
             # It may have become this one while chunks were issued.
             self._chunks = {chunk.index: chunk for bucket in buckets for chunk in bucket.chunks}
+            self._times = self._known_times(buckets)
             self._tell(_digest(self._layout()))
             self.stage = Stage.COMPARING
         elif self.stage is Stage.MEASURING:
             self.stage = Stage.MEASURED
         elif self.stage is Stage.MEASURED:
+            # A rank that has joined has issued chunks of other buckets.
+            self._parameters = {
+                chunk.index: [id(member.parameter) for member in bucket.members]
+                for bucket in buckets
+                for chunk in bucket.chunks
+            }
             self._tell(self._what_was_measured())
             self.stage = Stage.TELLING
         elif self.stage is Stage.PLANNED:
@@ -265,6 +278,8 @@ class Planning:
             self.stage = Stage.ALIKE if is_alike else Stage.DIFFERENT
             # Not here: this moment is not the same on all ranks.
             self._wants_probe = is_alike
+            if is_alike and self._times:
+                self._make_order()
         elif self.stage is Stage.TELLING:
             self._plan(told)
         elif self.stage is Stage.AGREEING:
@@ -276,7 +291,23 @@ class Planning:
 
     def _layout(self) -> str:
         sizes = [(index, chunk.sent.numel()) for index, chunk in sorted(self._chunks.items())]
-        return f"{sizes} {self._policy} {self._credit_bytes} {torch.__version__}"
+        settings = f"{self._policy} {self._credit_bytes} {torch.__version__}"
+        return f"{sizes} {settings} {'known' if self._times else 'new'}"
+
+    def _known_times(self, buckets: Sequence[Bucket]) -> list[ChunkTimes]:
+        """Of a new layout, from when gradients were ready before; none where one is new."""
+        ready_s = self._ready_s
+        if any(id(member.parameter) not in ready_s for here in buckets for member in here.members):
+            return []
+        return [
+            ChunkTimes(
+                chunk.sent.nbytes,
+                max(ready_s[id(member.parameter)] for member in bucket.members),
+                self.gate_of(chunk),
+            )
+            for bucket in buckets
+            for chunk in bucket.chunks
+        ]
 
     def _what_was_measured(self) -> list[float]:
         """What this rank tells of the measured round; the largest numbers of all count."""
@@ -323,11 +354,18 @@ class Planning:
             ChunkTimes(self._chunks[index].sent.nbytes, ready, -int(gate))
             for index, ready, gate in zip(indices, ready_s, gates, strict=True)
         ]
+        for index, ready in zip(indices, ready_s, strict=True):
+            self._ready_s.update(dict.fromkeys(self._parameters.get(index, ()), ready))
         self._link = Link(seconds_per_byte, 0.0, _CONCURRENT if self._wire.sees_ends else 1)
         if len(self._as_planned_s) == _PATIENCE and min(self._as_planned_s) > self._as_ready_s:
             # Chunks come later than the plan has them: it keeps others waiting for nothing.
             self.order = None
             return
+        self._make_order()
+
+    def _make_order(self) -> None:
+        """From what is known of chunks: to be adopted when the ranks have agreed on it."""
+        indices = sorted(self._chunks)
         order = plan_order(
             self._times,
             self._link,

@@ -28,7 +28,7 @@ from ..update.stepping import Stepping
 from .bundles import Slot
 from .clocks import Clock, DeviceClock, HostClock
 from .gates import Gates
-from .planning import PLANNED_IN
+from .planning import PLANNED_AGAIN_IN
 from .rounds import OpenUpdates, Rounds
 from .source import MakeSource, Phase
 from .streams import refuse_capture
@@ -76,7 +76,7 @@ class PlannedSession(ABC):
         halves_bytes: int = 0,
         carrier: str = "",
         can_stop: bool = False,
-        changed_steps: int = PLANNED_IN,
+        changed_steps: int = PLANNED_AGAIN_IN,
         open_updates: OpenUpdates | None = None,
     ) -> None:
         self._root = weakref.ref(root)

@@ -19,6 +19,7 @@ from ..warmup.probing import Probing
 from ..warmup.retuning import DECISION, Decisions, Retuning
 from .bundles import Slot
 from .clocks import Clock
+from .planning import PLANNED_IN
 from .rounds import Rounds
 from .wire import Wire
 
@@ -129,7 +130,7 @@ class Tuned:
             probes=tuple(probes),
             untuned=self._untuned,
             knobs=self._knobs,
-            first_steps=self._changed_steps,
+            first_steps=2 + PLANNED_IN,
             changed_steps=self._changed_steps,
         )
         return self._decisions.first(lambda: facts, self._untuned)

@@ -17,7 +17,13 @@ from bytesched.observe import Observer, Observers
 from bytesched.plugins.planned import clocks, planning
 from bytesched.plugins.planned.buckets import Chunk
 from bytesched.plugins.planned.clocks import HostClock
-from bytesched.plugins.planned.planning import PLANNED_IN, Planning, Stage, first_gates
+from bytesched.plugins.planned.planning import (
+    PLANNED_AGAIN_IN,
+    PLANNED_IN,
+    Planning,
+    Stage,
+    first_gates,
+)
 
 MS = 1_000_000
 
@@ -64,6 +70,7 @@ class Rank:
         self.wire.sees_ends = sees_ends
         bucket: Any = SimpleNamespace()
         self.bucket = bucket
+        self.new_parameters()
         bucket.chunks = self.chunks = [
             Chunk(bucket, index, torch.zeros(size), None, f"p{index}")
             for index, size in enumerate(sizes)
@@ -76,6 +83,10 @@ class Rank:
             gate_of=lambda chunk: len(sizes) - chunk.index,
             clock=HostClock(),
         )
+
+    def new_parameters(self) -> None:
+        """The bucket is one of a parameter that was in none before."""
+        self.bucket.members = [SimpleNamespace(parameter=object())]
 
     def round(self, clock: Clock, ready_ms: Sequence[int], took_ms: int = 0) -> None:
         """Chunks become ready at these times, and are issued as the plan has them.
@@ -299,9 +310,35 @@ def test_other_buckets_begin_again() -> None:
         rank.planning.forget()
     assert job.stages == [Stage.NEW] * 2
     assert job.orders == [None, None]
-    for _ in range(PLANNED_IN):
+    for _ in range(PLANNED_AGAIN_IN):
+        assert job.orders == [None, None]
         job.round()
     assert None not in job.orders
+
+
+def test_parameters_that_were_in_no_bucket_are_measured_first() -> None:
+    job = Job([10, 20], [10, 20])
+    for _ in range(PLANNED_IN):
+        job.round()
+    for rank in job.ranks:
+        rank.new_parameters()
+        rank.planning.forget()
+    for _ in range(PLANNED_IN):
+        assert job.orders == [None, None]
+        job.round()
+    assert None not in job.orders
+
+
+def test_ranks_of_which_one_knows_less_have_no_plan() -> None:
+    job = Job([10, 20], [10, 20])
+    for _ in range(PLANNED_IN):
+        job.round()
+    job.ranks[1].new_parameters()
+    for rank in job.ranks:
+        rank.planning.forget()
+    for _ in range(2 * PLANNED_IN):
+        job.round()
+    assert job.stages == [Stage.DIFFERENT] * 2
 
 
 def test_how_long_the_link_is_busy_is_known_from_the_first_round() -> None:
