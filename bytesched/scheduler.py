@@ -70,7 +70,7 @@ class Scheduler:
             others).
         on_finish: called there for every finished task, which is re-armed already.
         on_error: called once, with the first error; nothing is started after it.
-        observers: of queue and send spans, and of the flow from ready to send.
+        observers: of queue and send spans.
         events: where they are handled, shared with other schedulers, all of which are closed
             together; a thread of its own if None.
     """

@@ -93,10 +93,10 @@ def _layer(layer: nn.Module, inputs: list[Tensor]) -> tuple[dict[str, Any], list
     return item, [output for _, _, output in times]
 
 
-def timed(layer: nn.Module, inputs: Tensor) -> tuple[float, float, Tensor]:
+def timed(layer: nn.Module, inputs: Tensor, repeats: int = _REPEATS) -> tuple[float, float, Tensor]:
     """Median milliseconds forward and backward, after a first time that does not count."""
     forward_ms, backward_ms = [], []
-    for _ in range(1 + _REPEATS):
+    for _ in range(1 + repeats):
         # Layers that work in place may overwrite neither a leaf nor the next input.
         x = inputs.detach().requires_grad_(inputs.is_floating_point()).clone()
         began_s = perf_counter()

@@ -7,7 +7,6 @@ complex: there DDP cannot be the source.
 from __future__ import annotations
 
 import gc
-import logging
 import weakref
 from collections.abc import Sequence
 
@@ -42,9 +41,7 @@ from .planning import BUCKET_BYTES, refuse_halves
 from .shell import ignored_by, keep_as_shell
 from .syncing import Syncing
 
-__all__ = ["attach_hooked", "setting_of"]
-
-log = logging.getLogger("bytesched")
+__all__ = ["attach_hooked", "refuse_part_of_ddp", "setting_of"]
 
 
 def attach_hooked(
@@ -61,13 +58,13 @@ def attach_hooked(
         ddp: ``model``, or the DDP that is compiled there; None: a plain module.
         entry: what the ranks go through together.
     """
-    refuse_halves(entry.base, config)
-    if grouping.ids:
-        refuse_levels(config)
     if ddp is None:
         refuse_part_of_ddp(model)
     else:
         refuse_reduced(ddp, grouping)
+    refuse_halves(entry.base, config)
+    if grouping.ids:
+        refuse_levels(config)
     ignored = set() if ddp is None else {id(p) for p in ignored_by(ddp)} - grouping.ids
     slots = slots_of(model, optimizer, ignored=ignored, kind=Slot)
     find_unused = _finds_unused(ddp, config, grouping)

@@ -93,7 +93,7 @@ class Progress(Failures):
         self._waiters = 0
         # Not entered by the condition, which would cost two more calls each time.
         self._changed = threading.Condition(self.lock)
-        #: what the scheduler knows, for the message of a timeout
+        #: what is still to come, for the message of a timeout
         self.story: Callable[[], str] = str
         #: the error of something that is waited for and cannot come, if it knows of one
         self.look: Callable[[], BaseException | None] = lambda: None

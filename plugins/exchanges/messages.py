@@ -131,8 +131,11 @@ class Exchanges:
             task = self._waiting.popleft()
             try:
                 works = self._issued(task)
-            except Exception as error:  # noqa: BLE001 - it is raised where the exchange is awaited
+            except BaseException as error:
                 self._fail(error)
+                if not isinstance(error, Exception):
+                    raise
+                # It is raised where the exchange is awaited.
                 return
             self._started_bytes += task.nbytes
             self._waiter.put(task.name, works, partial(self._ended, task))

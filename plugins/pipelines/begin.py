@@ -154,6 +154,8 @@ def _attach(
     with joining(entry.base, name, config) as ranks:
         data = ranks.open("data", kind)
         control = data if kind == "gloo" else ranks.open("control")
+        # Of what fails from here on, there is a trace.
+        observers = ranks.observers()
         if is_named and not ddps:
             broadcast(data, root)
         levels = levels_of(entry.base, ranks, data, device, name, config)
@@ -162,7 +164,7 @@ def _attach(
             slots,
             config,
             GroupWire(data, control, [], device, levels),
-            ranks.observers(),
+            observers,
             setting=setting_of(config, kind),
             divisor=data.size,
             sync=None,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, Final
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
@@ -47,6 +47,10 @@ def named_replicas(root: StageModules, groups: Any) -> dist.ProcessGroup | None:
     return named[0] if named else None
 
 
+#: the key that is set when all ranks have said what they have
+_ALL: Final = "all"
+
+
 class RollCall:
     """One at which every rank of the job says which stages it has, or why it does not wrap them.
 
@@ -85,7 +89,7 @@ class RollCall:
             }
         )
         try:
-            await_keys(self._said, [*map(str, range(self._size))], timeout_s, lambda: None)
+            await_keys(self._said, [_ALL], timeout_s, lambda: None)
         except dist.DistStoreError:
             silent = [r for r in range(self._size) if not self._said.check([str(r)])]
             raise SchedulerTimeout(
@@ -110,6 +114,8 @@ class RollCall:
 
     def _say(self, what: dict[str, Any]) -> None:
         self._said.set(str(self._rank), json.dumps(what))
+        if self._said.add("count", 1) == self._size:
+            self._said.set(_ALL, "")
 
 
 def _refuse_disagreement(said: list[dict[str, Any]], seen_by: int) -> None:

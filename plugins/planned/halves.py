@@ -143,7 +143,7 @@ class Halves:
     def _begin_sum(self, chunk: Chunk, begin: Callable[[], Any], ended: Callable[[], None]) -> Any:
         with self._lock:
             self._left += 1
-        work = self.carried.begin(begin(), chunk.name, chunk.sent.nbytes, chunk.index)
+        work = self.carried.begin(begin, chunk.name, chunk.sent.nbytes, chunk.index)
         self._summing.append((work, chunk.name))
         work.get_future().add_done_callback(partial(self._summed, ended))
         return work
@@ -188,8 +188,8 @@ class Halves:
             chunks = [chunk for chunk in reversed(self._chunks) if chunk.sent.dtype == kind]
             by_owner = ([c for c in chunks if c.owner == owner] for owner in (0, 1))
             for pair in map(self._pair, zip_longest(*by_owner)):
-                chunk, work = pair.first, pair.begin_return(self._wire)
-                self.carried.begin(work, chunk.name, chunk.sent.nbytes, ~chunk.index)
+                chunk, begin = pair.first, partial(pair.begin_return, self._wire)
+                self.carried.begin(begin, chunk.name, chunk.sent.nbytes, ~chunk.index)
         # What has ended keeps the memory of what came.
         self._summing = []
 

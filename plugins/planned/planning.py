@@ -278,7 +278,9 @@ class Planning:
             self.stage = Stage.ALIKE if is_alike else Stage.DIFFERENT
             # Not here: this moment is not the same on all ranks.
             self._wants_probe = is_alike
-            if is_alike and self._times:
+            if not is_alike:
+                self._times = []
+            elif self._times:
                 self._make_order()
         elif self.stage is Stage.TELLING:
             self._plan(told)

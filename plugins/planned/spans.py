@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from time import perf_counter_ns
@@ -56,8 +57,10 @@ class Carried:
         """What is carried from now on is of another round."""
         self.spans = Spans()
 
-    def begin(self, work: Any, name: str, nbytes: int, number: int | None = None) -> Any:
-        """``work`` has begun; returns it.
+    def begin(
+        self, begin: Callable[[], Any], name: str, nbytes: int, number: int | None = None
+    ) -> Any:
+        """The work that ``begin`` returns.
 
         Args:
             number: that of a chunk, or of its way back, negative; None: counted.
@@ -65,6 +68,7 @@ class Carried:
         spans = self.spans
         number = len(spans.began_ns) if number is None else number
         spans.begin(number, perf_counter_ns())
+        work = begin()
         work.get_future().add_done_callback(partial(self._ended, spans, number, name, nbytes))
         return work
 

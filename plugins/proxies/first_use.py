@@ -131,8 +131,8 @@ class FirstUse:
     def gates(self) -> Iterator[tuple[nn.Module, str, list[nn.Parameter]]]:
         """Each module that must wait when it is called, its name, and what it waits for.
 
-        The owner waits. If it was not called (a ParameterList,
-        the out_proj of MultiheadAttention), its nearest called ancestor waits as well.
+        The owner waits, unless it is compiled code, where nothing waits. If it was not called (a
+        ParameterList, the out_proj of MultiheadAttention), its nearest called ancestor waits too.
         """
         waits: dict[int, dict[int, nn.Parameter]] = {}
         for key, parameter in self._parameters.items():

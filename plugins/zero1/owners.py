@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -205,7 +206,7 @@ class Owners:
 
     def send(self, row: Row, mine: Sequence[torch.Tensor]) -> None:
         """Begins to send ``mine`` of ``row``, and to take what others own of it."""
-        self._carried.begin(row.begin(self._wire, mine), row.name, row.sent.nbytes)
+        self._carried.begin(partial(row.begin, self._wire, mine), row.name, row.sent.nbytes)
         self._rows.append(weakref.ref(row))
         if not row.sent.numel():
             self._sends.append(row.work)

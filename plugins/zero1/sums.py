@@ -6,6 +6,7 @@ Gloo's reduce-scatter costs a whole all-reduce; an all-to-all and a sum in the o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -107,7 +108,7 @@ class Sums:
         if row is None:
             row = bucket.row = _Row(bucket, ownership, self._wire.size)
         bucket.is_with_owners = True
-        self._carried.begin(row.begin_sum(self._wire), row.name, bucket.buffer.nbytes)
+        self._carried.begin(partial(row.begin_sum, self._wire), row.name, bucket.buffer.nbytes)
         self._under_way.append(row)
         if not self._wire.has_streams:
             # What came is added up beside backward, and its memory goes.
@@ -127,9 +128,14 @@ class Sums:
         """Returns when all sums of ``buckets`` are here; collective."""
         self.finish()
         rows = [bucket.row for bucket in buckets]
-        works = [row.begin_return(self._wire) for row in rows]
+        works = [
+            self._carried.begin(
+                partial(row.begin_return, self._wire), row.name, row.bucket.buffer.nbytes
+            )
+            for row in rows
+        ]
         for row, work in zip(rows, works, strict=True):
-            self._wait(self._carried.begin(work, row.name, row.bucket.buffer.nbytes), row.name)
+            self._wait(work, row.name)
             row.put()
 
     def works(self) -> list[Any]:

@@ -5,17 +5,21 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from queue import Empty, SimpleQueue
 from time import perf_counter
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import torch
+
+from bytesched.errors import SchedulerTimeout
 
 __all__ = ["Workers", "push_bytes_per_s"]
 
 #: of the measurement of a rate
 _PROBE_BYTES: Final = 2**20
 _ROUNDS: Final = 3
+
+_Ends: TypeAlias = SimpleQueue[BaseException | None]
 
 
 class Workers:
@@ -56,8 +60,46 @@ class Workers:
     # -- sums --------------------------------------------------------------------------
 
     def sum(self, tensor: torch.Tensor, key: str) -> None:
-        """Sums ``tensor`` over the workers, in place; collective."""
-        self.store.pushpull(self.key(_part(key, tensor), tensor), tensor)
+        """Sums ``tensor`` over the workers, in place; collective.
+
+        Raises `SchedulerTimeout`, where the store can be asked without a wait.
+        """
+        self._wait(self._begin(tensor, key), key)
+
+    def sum_all(self, tensors: Sequence[torch.Tensor], keys: Sequence[str]) -> None:
+        """The same for several at once, where the store can be asked so."""
+        ends = [self._begin(tensor, key) for tensor, key in zip(tensors, keys, strict=True)]
+        for end, key in zip(ends, keys, strict=True):
+            self._wait(end, key)
+
+    def _begin(self, tensor: torch.Tensor, key: str) -> _Ends:
+        """Where the sum of ``tensor`` ends, with its error if there is one."""
+        name, store, ends = self.key(_part(key, tensor), tensor), self.store, _Ends()
+
+        def pushed(error: BaseException | None) -> None:
+            if error is None:
+                store.start_pull(name, tensor, ends.put)
+            else:
+                ends.put(error)
+
+        if hasattr(store, "start_push"):
+            store.start_push(name, tensor, pushed)
+        else:
+            store.pushpull(name, tensor)
+            ends.put(None)
+        return ends
+
+    def _wait(self, ends: _Ends, key: str) -> None:
+        try:
+            error = ends.get(timeout=2 * self.timeout_s)
+        except Empty:
+            raise SchedulerTimeout(
+                f"the store has not answered within {2 * self.timeout_s:g} s",
+                task=key,
+                rank=self.rank,
+            ) from None
+        if error is not None:
+            raise error
 
     def forget(self, tensor: torch.Tensor, key: str) -> None:
         """Gives back what the store keeps for sums of such tensors; collective."""
@@ -120,12 +162,11 @@ def push_bytes_per_s(workers: Workers, servers: int) -> float:
         # Makes the key, and opens a connection.
         workers.sum(probe, key)
     rounds_s = []
-    with ThreadPoolExecutor(servers) as pool:
-        for _ in range(_ROUNDS):
-            # The sum before has ended everywhere at nearly the same moment.
-            began_s = perf_counter()
-            list(pool.map(workers.sum, probes, keys))
-            rounds_s.append(perf_counter() - began_s)
+    for _ in range(_ROUNDS):
+        # The sum before has ended everywhere at nearly the same moment.
+        began_s = perf_counter()
+        workers.sum_all(probes, keys)
+        rounds_s.append(perf_counter() - began_s)
     for probe, key in zip(reversed(probes), reversed(keys), strict=True):
         workers.forget(probe, key)
     mine = 2 * servers * _PROBE_BYTES / min(rounds_s)

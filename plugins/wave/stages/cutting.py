@@ -20,6 +20,8 @@ log = logging.getLogger("bytesched")
 _PROBE_BYTES: Final = 4 * 2**20
 #: how often the weights of a stage cross a link in a step, gradients included
 _CROSSINGS: Final = 3
+#: passes of each layer that are timed
+_REPEATS: Final = 2
 
 
 def balanced(layers: int, stages: int, cost: Callable[[int, int], float]) -> list[int]:
@@ -53,7 +55,7 @@ def layer_times_s(layers: Sequence[nn.Module], inputs: Tensor) -> list[float]:
     x = inputs.detach()
     with torch.random.fork_rng():
         for layer in layers:
-            forward_ms, backward_ms, x = timed(copy.deepcopy(layer), x)
+            forward_ms, backward_ms, x = timed(copy.deepcopy(layer), x, _REPEATS)
             times_s.append((forward_ms + backward_ms) / 1e3)
     return times_s
 

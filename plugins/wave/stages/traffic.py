@@ -140,7 +140,7 @@ class Traffic:
     def _story(self) -> str:
         """What is still to be sent, for the message of a timeout."""
         return "\n".join(
-            f"{count} chunks of {name_of(cargo, stage)} are not sent to rank {to}"
+            f"{count} chunks of {name_of(cargo, stage)} have not ended at rank {to}"
             for (cargo, stage, to), count in self._left.items()
             if count
         )
