@@ -7,11 +7,12 @@ import logging
 import os
 import signal
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tiers import Tiers
+from tiers import is_tried
 
 LAUNCHER_PREFIXES = ("BYTESCHED_", "HOROVOD_", "OMPI_", "PMI_", "SLURM_", "TORCHELASTIC_")
 LAUNCHER_NAMES = frozenset(
@@ -45,7 +46,8 @@ SCATTERED = tuple(
 )
 
 pytest_plugins = ["builds", "rank_pools"]
-TIERS = pytest.StashKey[Tiers]()
+#: how many cases of a test were collected
+SEEN = pytest.StashKey[Counter[str]]()
 
 # Thousands of interpreters and ranks read the same sources: they are compiled once, whatever the
 # environment says.
@@ -75,9 +77,13 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     if (group := group_of(path)) is not None:
         # What waits for a build shall not come as early as the others of its file.
         item.add_marker(pytest.mark.xdist_group("-".join([group, *needs(item)])))
-    tiers = item.config.stash.setdefault(TIERS, Tiers())
-    if tiers.is_nightly(path.as_posix(), getattr(item, "originalname", item.name)):
-        item.add_marker("nightly")
+    if (mark := item.get_closest_marker("one_in")) is not None:
+        # The decorator next to the function is gone through last.
+        sizes = [len(each.args[1]) for each in item.iter_markers("parametrize")][::-1]
+        seen, name = item.config.stash.setdefault(SEEN, Counter()), item.nodeid.partition("[")[0]
+        if not is_tried(seen[name], sizes, *mark.args):
+            item.add_marker("nightly")
+        seen[name] += 1
     if path.parts[0] == "procs":
         item.add_marker("procs")
     if any(folder in path.parents for folder in SLOW):

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-import re
-
-from paths import ROOT
-from tiers import CASES
+import pytest
+from tiers import is_tried
 
 
-def test_each_name_is_a_test_of_its_file() -> None:
-    for path, names in CASES.items():
-        text = (ROOT / "tests" / path).read_text(encoding="utf-8")
-        assert names.keys() <= set(re.findall(r"def (test_\w+)\(", text)), path
+@pytest.mark.parametrize("ways", [2, 3, 4, 6])
+def test_each_value_of_each_parameter_is_tried(ways: int) -> None:
+    scripts = 12
+    tried = [
+        divmod(number, ways)
+        for number in range(scripts * ways)
+        if is_tried(number, [ways, scripts], ways)
+    ]
+    # Each script once, and each way as often.
+    assert [script for script, _ in tried] == list(range(scripts))
+    assert sorted(way for _, way in tried) == sorted([*range(ways)] * (scripts // ways))

@@ -141,6 +141,7 @@ def test_a_failing_rank_ends_the_bench_and_is_quoted(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGTERM, bench.TERMINATED), (signal.SIGINT, INTERRUPTED)]
 )
+@pytest.mark.one_in(2)
 def test_when_it_is_stopped_its_table_stays_and_nothing_else(
     number: signal.Signals, code: int, tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

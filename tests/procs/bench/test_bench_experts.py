@@ -23,6 +23,7 @@ EXPERTS = {
 ITERATIONS, ROUNDS, RANKS = 2, 2, 2
 
 
+@pytest.mark.nightly
 def test_all_systems_train_the_same_and_time_all_to_alls(tmp_path: Path) -> None:
     (tmp_path / "experts.json").write_text(json.dumps(EXPERTS))
     numbers = f"--workers {RANKS} --iterations {ITERATIONS} --rounds {ROUNDS} --warmup 3"

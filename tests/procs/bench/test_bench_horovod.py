@@ -67,6 +67,7 @@ def run_bench(folder: Path, *arguments: str) -> dict[str, Any]:
 
 
 @needs_gloo
+@pytest.mark.nightly
 def test_over_gloo_on_loopback(tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOROVOD_TIMELINE", str(tmp_path / "unwanted.json"))
     systems = "ddp,horovod,bytesched-horovod:partition_bytes=256KiB"
@@ -98,6 +99,7 @@ def test_the_sweep_is_printed_and_kept(tiny: str, tmp_path: Path) -> None:
     assert f"{system} ({best})" in result["stdout"]
 
 
+@pytest.mark.nightly
 @needs_gloo
 def test_a_failing_rank_ends_the_bench_and_is_quoted(tiny: str, tmp_path: Path) -> None:
     with pytest.raises(AssertionError) as failed:

@@ -6,6 +6,7 @@ import json
 import subprocess
 from pathlib import Path
 
+import pytest
 from tiny import TINY
 from warm_python import warm_python
 
@@ -25,6 +26,7 @@ def share(tmp_path: Path, *options: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.nightly
 def test_too_few_iterations_are_refused_before_anything_is_measured(tmp_path: Path) -> None:
     done = share(tmp_path, "--iterations", "3")
     assert done.returncode != 0

@@ -14,6 +14,7 @@ from bytesched.trace.timeline import trace_name
 
 
 @pytest.mark.parametrize("name", burst_cases.CASES)
+@pytest.mark.one_in(2)
 def test_a_plan_trains_as_data_parallelism_does(name: str, four_ranks: Ranks) -> None:
     figures = four_ranks.run(burst_cases.equals_data_parallel, name)
     if name == "vgg-uniform":
@@ -78,6 +79,7 @@ def test_a_closed_burst_says_so(four_ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize("is_known", [False, True])
+@pytest.mark.one_in(2)
 def test_a_last_step_that_is_lost_is_raised_or_fails_the_process(is_known: bool) -> None:
     loses = burst_cases.loses_its_last_step
     for exited in run_fresh(loses, 4, timeout_s=40.0, args=(True, is_known)):
@@ -119,6 +121,7 @@ def test_the_background_changes_nothing_and_learns_as_alone(
 
 
 @pytest.mark.parametrize("victim", [0, 3])
+@pytest.mark.one_in(2)
 def test_when_a_rank_dies_the_others_say_so(victim: int) -> None:
     ended = run_fresh(burst_cases.loses_a_rank, 4, timeout_s=40.0, args=(victim,))
     for rank, exited in enumerate(ended):
@@ -129,6 +132,7 @@ def test_when_a_rank_dies_the_others_say_so(victim: int) -> None:
             assert exited.stdout.strip() in {"PeerLost", "SchedulerTimeout"}, exited.stdout
 
 
+@pytest.mark.nightly
 def test_a_rank_that_dies_in_the_middle_of_the_last_move_is_missed() -> None:
     _, survivor = run_fresh(burst_cases.dies_while_it_receives, timeout_s=45.0)
     assert survivor.stdout.split() == ["stepped", "PeerLost"], survivor.stderr
@@ -155,6 +159,7 @@ def test_a_rank_that_never_comes_is_not_waited_for_without_end(four_ranks: Ranks
 
 
 @pytest.mark.parametrize("at", [1, 2])
+@pytest.mark.one_in(2)
 def test_a_rank_that_cannot_connect_is_heard_of_at_once(at: int, four_ranks: Ranks) -> None:
     *others, failed = four_ranks.run(burst_cases.does_not_connect, at)
     assert failed == "MemoryError: no room"

@@ -53,6 +53,7 @@ def test_both_controllers_are_tried_whatever_is_set(
 
 
 @pytest.mark.parametrize("controller", ["gloo", "mpi"])
+@pytest.mark.one_in(2)
 def test_ranks_that_fail_are_a_finding(
     controller: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:

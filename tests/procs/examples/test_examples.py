@@ -141,15 +141,17 @@ def test_ddp_checkpoint_goes_on_as_if_it_had_not_been_interrupted(
     assert half[:1] + whole[:1] == expected[:2]
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_ddp_spawn(python: str) -> None:
     expected = plain_output([python, "examples/ddp_spawn.py"])
     assert weights(output([python, *RUN, "examples/ddp_spawn.py"])) == weights(expected)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.needs("horovod")
-@pytest.mark.parametrize("kind", [pytest.param("gloo", marks=pytest.mark.nightly), "mpi"])
+@pytest.mark.parametrize("kind", ["gloo", "mpi"])
 def test_horovod_mnist(kind: Kind) -> None:
     if reason := why_missing(kind):
         pytest.skip(reason)

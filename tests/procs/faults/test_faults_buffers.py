@@ -25,6 +25,7 @@ SCENARIOS = [
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.name)
+@pytest.mark.one_in(4)
 def test_fault_in_front_of_a_broadcast(scenario: Scenario, runs: Runs) -> None:
     ends = runs.of(scenario)
     victim, _, fault, *_ = scenario.args

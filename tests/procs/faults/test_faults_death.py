@@ -127,6 +127,7 @@ EXITED_OF_SHARD = [
 
 
 @each(KILLED, AGAIN)
+@pytest.mark.one_in(5)
 def test_killed(scenario: Scenario, runs: Runs) -> None:
     ends = runs.of(scenario)
     victim = scenario.args[0]
@@ -138,6 +139,7 @@ def test_killed(scenario: Scenario, runs: Runs) -> None:
 
 
 @each(STOPPED)
+@pytest.mark.one_in(7)
 def test_stopped(scenario: Scenario, runs: Runs) -> None:
     ends = runs.of(scenario)
     victim = scenario.args[0]
@@ -166,6 +168,7 @@ def test_a_stopped_rank_that_goes_on_is_told(scenario: Scenario, runs: Runs) -> 
 
 
 @each(IN_WARM_UP + WHEN_PLANNED)
+@pytest.mark.one_in(5)
 def test_dies_in_warm_up_or_when_an_order_is_planned(scenario: Scenario, runs: Runs) -> None:
     ends = runs.of(scenario)
     victim, _, fault, *_ = scenario.args
@@ -176,6 +179,7 @@ def test_dies_in_warm_up_or_when_an_order_is_planned(scenario: Scenario, runs: R
 
 
 @each(IN_SPLIT)
+@pytest.mark.one_in(3)
 def test_dies_where_all_reduces_are_split(scenario: Scenario, runs: Runs) -> None:
     ends = runs.of(scenario)
     victim, _, fault, *_ = scenario.args
@@ -186,6 +190,7 @@ def test_dies_where_all_reduces_are_split(scenario: Scenario, runs: Runs) -> Non
 
 
 @each(IN_SHARD)
+@pytest.mark.one_in(4)
 def test_dies_where_all_reduces_are_shard(scenario: Scenario, runs: Runs) -> None:
     ends = runs.of(scenario)
     victim, _, fault, *_ = scenario.args
@@ -206,6 +211,7 @@ def test_fails_while_it_answers_for_its_state(scenario: Scenario, runs: Runs) ->
 
 
 @each(RAISED)
+@pytest.mark.one_in(5)
 def test_raises(scenario: Scenario, runs: Runs) -> None:
     """The user's own exception goes its way on one rank, and the other repeats what it said."""
     ends = runs.of(scenario)
@@ -218,6 +224,7 @@ def test_raises(scenario: Scenario, runs: Runs) -> None:
 
 
 @each(EXITED)
+@pytest.mark.one_in(2)
 def test_ends_the_interpreter(scenario: Scenario, runs: Runs) -> None:
     ends = runs.of(scenario)
     victim, _, fault, *_ = scenario.args

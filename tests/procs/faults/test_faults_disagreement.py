@@ -49,6 +49,7 @@ MODELS = {
 
 
 @each(*(Scenario(kind, cases.different_models, (kind, NO_TIMEOUT_S)) for kind in MODELS))
+@pytest.mark.one_in(2)
 def test_different_models(scenario: Scenario, runs: Runs) -> None:
     check_mismatch(runs.of(scenario), MODELS[scenario.name])
 
@@ -62,6 +63,7 @@ SETTINGS = {"partition_bytes": 512, "policy": "fifo", "compression": "bf16"}
         for name, value in SETTINGS.items()
     )
 )
+@pytest.mark.one_in(3)
 def test_different_settings(scenario: Scenario, runs: Runs) -> None:
     check_mismatch(runs.of(scenario), f"{scenario.name} = {SETTINGS[scenario.name]!r}")
 
@@ -92,6 +94,7 @@ REFUSED = {
         for scenario in on_each_rank(name, cases.one_cannot_wrap, NO_TIMEOUT_S, fields)
     )
 )
+@pytest.mark.one_in(5)
 def test_one_rank_cannot_wrap(scenario: Scenario, runs: Runs) -> None:
     """Before anything collective, and long before any deadline."""
     culprit, other = culprit_and_other(scenario, runs.of(scenario))
@@ -105,6 +108,7 @@ def test_one_rank_cannot_wrap(scenario: Scenario, runs: Runs) -> None:
 
 
 @each(*on_each_rank("no-wrap", cases.one_does_not_wrap, TIMEOUT_S))
+@pytest.mark.one_in(2)
 def test_one_rank_does_not_wrap(scenario: Scenario, runs: Runs) -> None:
     """The one that wraps says so in time; the plain one fails by DDP's own error."""
     plain, wrapped = culprit_and_other(scenario, runs.of(scenario))
@@ -116,6 +120,7 @@ def test_one_rank_does_not_wrap(scenario: Scenario, runs: Runs) -> None:
 
 
 @each(*on_each_rank("dies-in-wrap", cases.dies_in_wrap, NO_TIMEOUT_S))
+@pytest.mark.one_in(2)
 def test_one_rank_dies_in_wrap(scenario: Scenario, runs: Runs) -> None:
     died, other = culprit_and_other(scenario, runs.of(scenario))
     assert died.code == -9
@@ -133,6 +138,7 @@ def test_one_rank_skips_a_layer_before_any_bucket_is_full(scenario: Scenario, ru
 
 
 @each(*on_each_rank("skips-a-layer", cases.skips_a_layer, FAULT_STEP, NO_TIMEOUT_S))
+@pytest.mark.one_in(2)
 def test_one_rank_skips_a_layer(scenario: Scenario, runs: Runs) -> None:
     culprit, other = culprit_and_other(scenario, runs.of(scenario))
     assert culprit.told.get("error") == "UnusedParameterError", culprit.stderr
@@ -148,6 +154,7 @@ def test_one_rank_skips_a_layer(scenario: Scenario, runs: Runs) -> None:
     *on_each_rank("ends-early", cases.ends_early, NO_TIMEOUT_S),
     *on_each_rank("skips-a-batch", cases.skips_a_batch, NO_TIMEOUT_S),
 )
+@pytest.mark.one_in(3)
 def test_one_rank_has_fewer_batches(scenario: Scenario, runs: Runs) -> None:
     early, other = culprit_and_other(scenario, runs.of(scenario))
     assert early.code == 0
@@ -156,6 +163,7 @@ def test_one_rank_has_fewer_batches(scenario: Scenario, runs: Runs) -> None:
 
 
 @each(*on_each_rank("corrupts-the-state", cases.corrupts_the_state, NO_TIMEOUT_S))
+@pytest.mark.one_in(2)
 def test_the_deferred_update_raises(scenario: Scenario, runs: Runs) -> None:
     culprit, other = culprit_and_other(scenario, runs.of(scenario))
     assert culprit.told.get("error") == "RuntimeError", culprit.stderr
@@ -193,6 +201,7 @@ def test_training_cannot_go_on_after_an_interrupted_backward(
     *on_each_rank("lives-on-after-update", cases.stays_alive, "in_update", NO_TIMEOUT_S),
     *on_each_rank("unwraps-in-backward", cases.stays_alive, "in_backward", NO_TIMEOUT_S),
 )
+@pytest.mark.one_in(3)
 def test_the_other_rank_is_told_although_nobody_died(scenario: Scenario, runs: Runs) -> None:
     culprit, other = culprit_and_other(scenario, runs.of(scenario))
     check_told_of(other, {"PeerLost"})
@@ -202,6 +211,7 @@ def test_the_other_rank_is_told_although_nobody_died(scenario: Scenario, runs: R
 
 
 @each(*on_each_rank("skips-step", cases.skips_step, NO_TIMEOUT_S))
+@pytest.mark.one_in(2)
 def test_one_rank_skips_step_as_in_plain_ddp(scenario: Scenario, runs: Runs) -> None:
     for end in runs.of(scenario):
         assert (end.code, end.told.get("equal")) == (0, True), end.stderr
@@ -217,6 +227,7 @@ def test_one_rank_skips_step_as_in_plain_ddp(scenario: Scenario, runs: Runs) -> 
         world_size=3,
     ),
 )
+@pytest.mark.one_in(3)
 def test_one_rank_skips_a_step_that_others_wait_for(scenario: Scenario, runs: Runs) -> None:
     ends = runs.of(scenario)
     drops = scenario.args[1]
@@ -234,6 +245,7 @@ def test_one_rank_skips_a_step_that_others_wait_for(scenario: Scenario, runs: Ru
 
 
 @each(*on_each_rank("goes-on", cases.goes_on_after_an_error, NO_TIMEOUT_S))
+@pytest.mark.one_in(2)
 def test_the_error_stays_until_unwrap(scenario: Scenario, runs: Runs) -> None:
     died, other = culprit_and_other(scenario, runs.of(scenario))
     assert died.code == -9

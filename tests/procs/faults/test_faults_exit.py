@@ -23,6 +23,7 @@ CODES = {"falls-off": 0, "destroys-group": 0, "sys-exit": 3, "sigterm-handler": 
 @each(
     *(Scenario(end, cases.leaves_with_an_update_outstanding, (end, NO_TIMEOUT_S)) for end in CODES)
 )
+@pytest.mark.one_in(3)
 def test_the_last_update_is_in_a_checkpoint_saved_at_exit(scenario: Scenario, runs: Runs) -> None:
     ends = runs.of(scenario)
     assert ends[0].told["outstanding"]

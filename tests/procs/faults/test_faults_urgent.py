@@ -19,6 +19,7 @@ SCENARIOS = [
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.name)
+@pytest.mark.one_in(4)
 def test_fault_in_a_section(scenario: Scenario, runs: Runs) -> None:
     ends = runs.of(scenario)
     victim, fault, _ = scenario.args

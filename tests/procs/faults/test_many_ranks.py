@@ -24,6 +24,7 @@ RANKS, VICTIM = 16, 8
         pytest.param({"shard": True}, False, id="sharded", marks=pytest.mark.nightly),
     ],
 )
+@pytest.mark.nightly
 def test_sixteen_ranks_train_alike_and_name_the_one_that_dies(
     fields: dict[str, Any], clips: bool
 ) -> None:

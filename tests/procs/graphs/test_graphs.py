@@ -35,6 +35,7 @@ KINDS = [
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.one_in(6)
 def test_forward_and_backward_equal_one_process(
     kind: str, two_ranks: Ranks, four_ranks: Ranks
 ) -> None:
@@ -59,11 +60,13 @@ def test_halos_are_cut_alike_on_all_ranks(three_ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.one_in(2)
 def test_bits_are_the_same_whatever_the_pieces(dtype: torch.dtype, four_ranks: Ranks) -> None:
     assert four_ranks.run(bits, dtype) == [[True] * 7] * 4
 
 
 @pytest.mark.parametrize("piece_bytes", [1 << 20, 64])
+@pytest.mark.one_in(2)
 def test_training_with_wrap_equals_one_process(piece_bytes: int, two_ranks: Ranks) -> None:
     assert two_ranks.run(trained, piece_bytes) == [[], []]
 
@@ -103,6 +106,7 @@ def test_ranks_that_disagree_are_told_on_all_of_them_before_anything_is_sent(
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.one_in(2)
 def test_a_rank_that_dies_is_a_named_error_on_all_others(direction: str) -> None:
     *survivors, dead = run_fresh(dies_in_an_exchange, 3, timeout_s=50, args=(direction,))
     assert dead.code == -9
@@ -130,6 +134,7 @@ def test_ranks_in_different_layers_give_up_in_time() -> None:
 
 
 @pytest.mark.parametrize("kind", ["directed", "one way"])
+@pytest.mark.one_in(2)
 def test_rows_of_another_layer_are_never_taken_for_those_of_this_one(kind: str) -> None:
     limit = {"BYTESCHED_TIMEOUT_S": "2"}
     ended = run_fresh(in_another_layer, 2, timeout_s=60, env=limit, args=(kind,))

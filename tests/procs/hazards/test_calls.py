@@ -36,6 +36,7 @@ def test_the_stored_counts_are_of_what_is_counted() -> None:
         if its.fields is not None
     ],
 )
+@pytest.mark.one_in(3)
 def test_a_gradient_costs_no_more_than_is_stored(two_ranks: Ranks, way: str) -> None:
     found = counting.counted(two_ranks, way, counting.LAYERS)
     now = {"systems": counting.figures({way: found})}
@@ -52,6 +53,7 @@ def test_a_gradient_costs_no_more_than_is_stored(two_ranks: Ranks, way: str) -> 
 @pytest.mark.parametrize(
     "layers", [36, *(pytest.param(other, marks=pytest.mark.nightly) for other in (18, 75))]
 )
+@pytest.mark.nightly
 def test_what_ddp_does_costs_few_calls_more(two_ranks: Ranks, layers: int) -> None:
     """So many for each tensor and each chunk: of 72 to 300 tensors, in up to 100 chunks."""
     plain = counting.counted(two_ranks, "ddp", layers)
@@ -64,6 +66,7 @@ def test_what_ddp_does_costs_few_calls_more(two_ranks: Ranks, layers: int) -> No
 @pytest.mark.slow
 @pytest.mark.procs
 @pytest.mark.parametrize(("in_ddp", "functions", "files"), [(True, 64, 22), (False, 66, 23)])
+@pytest.mark.one_in(2)
 def test_a_gradient_meets_few_functions(
     two_ranks: Ranks, in_ddp: bool, functions: int, files: int
 ) -> None:

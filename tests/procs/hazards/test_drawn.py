@@ -16,6 +16,7 @@ SHARDED = {"shard": True, "partition_bytes": 256, "credit_bytes": 256, "timeout_
 FATE = Fate(rank=1, step=1, moment="before_step", way="exit")
 
 
+@pytest.mark.nightly
 def test_some_turns() -> None:
     """Comparisons on two, three and four ranks, a step left out, and ends on three and four."""
     soak = Soak(8, kinds={"compared": 5, "skipped": 1, "ended": 2})
@@ -51,6 +52,7 @@ def test_some_turns() -> None:
     ],
     ids=["inside a backward pass", "with two models"],
 )
+@pytest.mark.one_in(2)
 def test_an_end_is_heard_of_at_once(plan: Plan, fate: Fate) -> None:
     """Where the others ask for a norm, or wait for an update of the other model."""
     verdict, wrong = end(plan, fate)

@@ -13,6 +13,7 @@ THREADS_PER_MODEL = 7
 
 
 @pytest.mark.parametrize("reads", [False, True])
+@pytest.mark.one_in(2)
 def test_nothing_stays_of_a_model_that_was_dropped(two_ranks: Ranks, reads: bool) -> None:
     for found in two_ranks.run(dropped.dropped_in_turn, 4, reads):
         assert not found

@@ -49,7 +49,17 @@ def test_metadata_does_not_wait(two_ranks: Ranks, kind: str) -> None:
     held(two_ranks, hazards.looks, kind)
 
 
-@pytest.mark.parametrize("kind", sorted(looks.LOOKS.keys() - looks.WITHOUT_VALUES))
+#: of what else every change reads, some and in other tests as well
+AT_NIGHT = {"checkpoints", "evaluations", "gradients_unasked"}
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=pytest.mark.nightly if kind in AT_NIGHT else ())
+        for kind in sorted(looks.LOOKS.keys() - looks.WITHOUT_VALUES)
+    ],
+)
 def test_what_shows_values_waits(two_ranks: Ranks, kind: str) -> None:
     held(two_ranks, hazards.looks, kind)
 
@@ -78,6 +88,7 @@ def test_last_step_is_applied_at_exit() -> None:
 
 
 @pytest.mark.parametrize("name", unseen_models.MODELS)
+@pytest.mark.one_in(2)
 def test_reader_that_no_tensor_sees(two_ranks: Ranks, name: str) -> None:
     """Modules with parameters and children, a child's weight, tied weights, compiled code."""
     held(two_ranks, hazards.unseen_reader, name)

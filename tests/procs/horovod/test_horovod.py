@@ -59,6 +59,7 @@ OPTIMIZERS = (
 
 
 @each(*((scripts_optimizers.one_optimizer, name) for name in OPTIMIZERS))
+@pytest.mark.one_in(2)
 def test_optimizer(hvd_gloo: Pools, case: tuple[Any, ...]) -> None:
     for figures in check(hvd_gloo(2), *case):
         # On a busy machine all sums of a round may be there before step().
@@ -89,6 +90,7 @@ def test_optimizer_that_cannot_be_split(hvd_gloo: Pools, case: tuple[Any, ...]) 
     scripts_optimizers.closure_that_only_looks,
     uses.backward_of_an_older_forward,
 )
+@pytest.mark.one_in(3)
 def test_stepping(hvd_gloo: Pools, case: tuple[Any, ...]) -> None:
     check(hvd_gloo(2), *case)
 
@@ -102,6 +104,7 @@ def test_stepping(hvd_gloo: Pools, case: tuple[Any, ...]) -> None:
     scripts.zeroed_after_synchronize,
     *((scripts.zeroed, how) for how in scripts.ZEROINGS),
 )
+@pytest.mark.one_in(3)
 def test_between_backward_and_step(hvd_gloo: Pools, case: tuple[Any, ...]) -> None:
     check(hvd_gloo(2), *case)
 
@@ -120,6 +123,7 @@ def test_between_backward_and_step(hvd_gloo: Pools, case: tuple[Any, ...]) -> No
     scripts_gradients.gradient_penalty,
     scripts_gradients.user_gradient_hooks,
 )
+@pytest.mark.one_in(3)
 def test_backward(hvd_gloo: Pools, case: tuple[Any, ...]) -> None:
     check(hvd_gloo(2), *case)
 
@@ -136,6 +140,7 @@ def test_backward(hvd_gloo: Pools, case: tuple[Any, ...]) -> None:
     (scripts.double_precision, 3.0),
     scripts.half_precision,
 )
+@pytest.mark.one_in(3)
 def test_arguments(hvd_gloo: Pools, case: tuple[Any, ...]) -> None:
     check(hvd_gloo(2), *case)
 
@@ -180,6 +185,7 @@ MODELS = (
     scripts_models.autocast,
     (scripts_models.compiled, "block", "eager"),
 )
+@pytest.mark.one_in(4)
 def test_model(hvd_gloo: Pools, case: tuple[Any, ...]) -> None:
     check(hvd_gloo(2), *case)
 
@@ -199,6 +205,7 @@ JOINED = ((0, 1), (0, 7), (3, 4), (4, 9), (12, 6))
     # In the first step, before there is a plan, and when there is one and ranks measure again.
     *((uses.joined_early, early, *steps) for steps in JOINED for early in (0, 1)),
 )
+@pytest.mark.one_in(2)
 def test_horovod_beside_training(hvd_gloo: Pools, case: tuple[Any, ...]) -> None:
     check(hvd_gloo(2), *case)
 
@@ -221,6 +228,7 @@ def test_horovod_beside_training(hvd_gloo: Pools, case: tuple[Any, ...]) -> None
     (uses.scaled, False),
     (uses.scaled, True),
 )
+@pytest.mark.one_in(3)
 def test_reading_and_writing_between_steps(hvd_gloo: Pools, case: tuple[Any, ...]) -> None:
     check(hvd_gloo(2), *case)
 

@@ -148,6 +148,7 @@ def test_the_others_hear_of_a_failed_update(
         (0, True),
     ],
 )
+@pytest.mark.one_in(12)
 def test_the_others_hear_of_a_timeout(
     own_pool: Ranks, cases: ModuleType, who: int, after_steps: int, tuned: bool
 ) -> None:
@@ -157,6 +158,7 @@ def test_the_others_hear_of_a_timeout(
 
 
 @pytest.mark.parametrize("who", [0, 1])
+@pytest.mark.one_in(2)
 def test_waiting_for_sparse_gradients_ends(own_pool: Ranks, cases: ModuleType, who: int) -> None:
     told = own_pool.run(cases.gave_up_waiting_for_sparse, who)[who]
     assert told["kinds"][0] == "HorovodTimeout"

@@ -34,6 +34,7 @@ Pools = Callable[[int], "Ranks"]
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
+@pytest.mark.one_in(3)
 def test_script(hvd_gloo: Pools, script: Callable[..., None], args: tuple[object, ...]) -> None:
     from horovod_training import RestlessHorovodJob
 

@@ -45,6 +45,7 @@ pytestmark = pytest.mark.procs
 @pytest.mark.parametrize(
     "pattern", ["uneven", "some empty", "one rank has none", "to one alone", "none"]
 )
+@pytest.mark.one_in(3)
 def test_the_exchange_has_the_bits_of_torch(
     pattern: str, dtype: torch.dtype, three_ranks: Ranks
 ) -> None:
@@ -79,11 +80,13 @@ def test_a_rank_that_dies_in_a_dispatch_is_a_named_error_on_all_others() -> None
 
 @pytest.mark.parametrize("pieces", [1, 2, 4, 8])
 @pytest.mark.parametrize("kind", ["top1", "top2", "dts"])
+@pytest.mark.one_in(4)
 def test_the_layer_equals_one_process(kind: str, pieces: int, two_ranks: Ranks) -> None:
     assert two_ranks.run(layer_equals_alone, kind, pieces) == [[], []]
 
 
 @pytest.mark.parametrize("kind", ["top2", "dts"])
+@pytest.mark.one_in(2)
 def test_the_layer_equals_one_process_on_four_ranks(kind: str, four_ranks: Ranks) -> None:
     assert four_ranks.run(layer_equals_alone, kind, 2) == [[]] * 4
 
@@ -93,6 +96,7 @@ def test_a_rank_may_have_no_tokens(two_ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.one_in(3)
 def test_pieces_of_whole_experts_have_the_bits_of_one(dtype: torch.dtype, two_ranks: Ranks) -> None:
     assert two_ranks.run(bits_by_pieces, dtype) == [[True] * 3] * 2
 
@@ -131,6 +135,7 @@ def test_an_all_to_all_has_the_bits_of_torch(pattern: str, three_ranks: Ranks) -
 
 
 @pytest.mark.parametrize("kind", ["top1", "top2", "dts"])
+@pytest.mark.one_in(3)
 def test_the_layer_equals_one_process_by_all_to_alls(kind: str, two_ranks: Ranks) -> None:
     assert two_ranks.run(by_all_to_all, address_of(layer_equals_alone), kind, 4) == [[], []]
 

@@ -27,6 +27,7 @@ ROUNDING = 1e-12
     [{}, {"weight_decay": 0.1, "betas": (0.8, 0.99)}, {"amsgrad": True}, {"maximize": True}],
     ids=str,
 )
+@pytest.mark.one_in(2)
 def test_equals_one_process(kind: str, options: dict[str, Any], two_ranks: Ranks) -> None:
     assert max(two_ranks.run(equals_alone, kind, options, 3, "", {})) < ROUNDING
 

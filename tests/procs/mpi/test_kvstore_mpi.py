@@ -46,18 +46,26 @@ def test_contract(mpi: Implementation) -> None:
     assert "inuse" not in output, output
 
 
+WAYS: list[dict[str, object]] = [
+    {"servers": 1},
+    {"servers": 1, "updates": True},
+    {"servers": 0, "updates": True},
+    {"servers": 0, "transfer": "one-sided"},
+    {"servers": 1, "measured": True},
+    # Room for the model, and for what the rate is measured with, once.
+    {"servers": 1, "measured": True, "transfer": "one-sided", "window_bytes": 5 * 2**19},
+    {"servers": 0, "measured": True, "transfer": "one-sided"},
+]
+
+
 @pytest.mark.slow
-def test_training_equals_one_process_on_the_joined_batch() -> None:
-    ways = [
-        {"servers": 1},
-        {"servers": 1, "updates": True},
-        {"servers": 0, "updates": True},
-        {"servers": 0, "transfer": "one-sided"},
-        {"servers": 1, "measured": True},
-        # Room for the model, and for what the rate is measured with, once.
-        {"servers": 1, "measured": True, "transfer": "one-sided", "window_bytes": 5 * 2**19},
-        {"servers": 0, "measured": True, "transfer": "one-sided"},
-    ]
+@pytest.mark.parametrize(
+    # Every change: with a server and without, updates there, a rate, both transfers.
+    "ways",
+    [WAYS[::2], pytest.param(WAYS[1::2], marks=pytest.mark.nightly)],
+    ids=["some", "others"],
+)
+def test_training_equals_one_process_on_the_joined_batch(ways: list[dict[str, object]]) -> None:
     code, output = mpirun(3, "kv_training.py", json.dumps(ways))
     assert code == 0, output
     assert output.count("trained") == 3, output
@@ -172,6 +180,7 @@ ON_OTHERS = ("worker_stopped", "worker_raises")
     ],
     ids=str,
 )
+@pytest.mark.one_in(2)
 def test_faults_are_named_on_every_survivor(mpi: Implementation, name: str, tmp_path: Path) -> None:
     flags = mpi.outlive if name.endswith("_killed") else ()
     # Who is stopped must be whom the launcher has started.

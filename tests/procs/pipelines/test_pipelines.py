@@ -52,11 +52,13 @@ KINDS = [
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.one_in(3)
 def test_a_schedule_trains_as_reduced_at_the_end(kind: str, four_ranks: Ranks) -> None:
     assert four_ranks.run(trains_as_plain, kind) == [[]] * 4
 
 
 @pytest.mark.parametrize("kind", ["1f1b", "interleaved", "zbv", "csv split"])
+@pytest.mark.one_in(3)
 def test_all_gradients_may_cross_the_barrier(kind: str, four_ranks: Ranks) -> None:
     assert four_ranks.run(crosses_the_barrier, kind) == [[]] * 4
 
@@ -65,12 +67,14 @@ def test_all_gradients_may_cross_the_barrier(kind: str, four_ranks: Ranks) -> No
     "kind", ["gpipe on one rank", "interleaved on one rank", "csv split on one rank"]
 )
 @pytest.mark.parametrize("way", ["schedule", "ddp", "named"])
+@pytest.mark.one_in(3)
 def test_a_rank_may_have_all_stages(kind: str, way: str, two_ranks: Ranks) -> None:
     assert two_ranks.run(trains_as_plain, kind, way) == [[], []]
 
 
 @pytest.mark.parametrize("kind", ["1f1b", "csv", "csv split"])
 @pytest.mark.parametrize("way", ["ddp", "named", "modules"])
+@pytest.mark.one_in(3)
 def test_however_the_stages_are_given(kind: str, way: str, four_ranks: Ranks) -> None:
     assert four_ranks.run(trains_as_plain, kind, way) == [[]] * 4
 
@@ -92,6 +96,7 @@ SCRIPTS = [
 
 @pytest.mark.parametrize("script", SCRIPTS)
 @pytest.mark.parametrize("kind", ["csv", "csv split"])
+@pytest.mark.one_in(4)
 def test_whatever_the_script_does_between(kind: str, script: str, four_ranks: Ranks) -> None:
     assert four_ranks.run(trains_as_plain, kind, "schedule", script) == [[]] * 4
 
@@ -100,6 +105,7 @@ def test_whatever_the_script_does_between(kind: str, script: str, four_ranks: Ra
     "fields", [{"tune": True, "partition_bytes": 0, "credit_bytes": 0}, {"policy": "fifo"}]
 )
 @pytest.mark.parametrize("script", ["", "clips"])
+@pytest.mark.one_in(3)
 def test_whatever_carries_the_gradients(
     fields: dict[str, Any], script: str, four_ranks: Ranks
 ) -> None:
@@ -109,6 +115,7 @@ def test_whatever_carries_the_gradients(
 
 @pytest.mark.parametrize("wire", ["fp16", "bf16"])
 @pytest.mark.parametrize("kind", ["csv", "csv split"])
+@pytest.mark.one_in(4)
 def test_compressed_as_by_hooks_of_ddp(kind: str, wire: str, four_ranks: Ranks) -> None:
     fields = {"compression": wire}
     found = four_ranks.run(trains_as_plain, kind, "schedule", f"sends {wire}", "momentum", fields)
@@ -116,6 +123,7 @@ def test_compressed_as_by_hooks_of_ddp(kind: str, wire: str, four_ranks: Ranks) 
 
 
 @pytest.mark.parametrize("kind", ["gpipe on one rank", "csv split on one rank"])
+@pytest.mark.one_in(2)
 def test_in_two_levels(kind: str, four_ranks: Ranks) -> None:
     four_ranks.run(trains_in_two_levels, kind)
 
@@ -127,6 +135,7 @@ def test_what_torch_does_without_it(four_ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize("kind", ["1f1b", "csv split"])
+@pytest.mark.one_in(2)
 def test_under_bytesched_run(kind: str) -> None:
     for rank in run_fresh(unchanged_script, 4, 60, {"BYTESCHED_PARTITION_BYTES": "256"}, (kind,)):
         assert rank.code == 0, rank.stderr
@@ -135,6 +144,7 @@ def test_under_bytesched_run(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["1f1b", "csv split"])
+@pytest.mark.one_in(2)
 def test_unwrapped_in_the_middle(kind: str, four_ranks: Ranks) -> None:
     assert four_ranks.run(unwrapped_in_the_middle, kind) == [True] * 4
 
@@ -148,6 +158,7 @@ def test_an_optimizer_for_each_stage_and_evaluation(four_ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize("searched", [False, True])
+@pytest.mark.one_in(2)
 def test_the_example(searched: bool, four_ranks: Ranks, tmp_path: Path) -> None:
     order = tmp_path / "order.csv"
     order.write_text("".join(f"{row}\n" for row in SPLIT))
@@ -156,11 +167,13 @@ def test_the_example(searched: bool, four_ranks: Ranks, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("when", ["before", "between", "after"])
+@pytest.mark.one_in(3)
 def test_another_schedule_evaluates(when: str, four_ranks: Ranks) -> None:
     assert four_ranks.run(evaluated_by_another_schedule, when) == [True] * 4
 
 
 @pytest.mark.parametrize("options", ["", "--split-backward", "--placement interleaved"])
+@pytest.mark.one_in(3)
 def test_torch_runs_a_planned_order_unchanged(
     options: str, four_ranks: Ranks, tmp_path: Path
 ) -> None:
@@ -271,6 +284,7 @@ def test_a_foreign_order(text: str, said: str, four_ranks: Ranks, tmp_path: Path
         ("thawed", "parameters have gradients that required none when it was wrapped"),
     ],
 )
+@pytest.mark.one_in(2)
 def test_what_would_not_be_reduced_is_an_error(how: str, said: str) -> None:
     told = [rank.stdout for rank in run_fresh(misused, 4, 60, args=(how,))]
     # Who hears of it from its pipeline or its replicas first has their error.

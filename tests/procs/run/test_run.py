@@ -129,6 +129,7 @@ ENDINGS = {
 
 
 @pytest.mark.parametrize("name", ENDINGS)
+@pytest.mark.one_in(3)
 def test_ends_the_same(tmp_path: Path, name: str) -> None:
     source, code = ENDINGS[name]
     write(tmp_path, source)
@@ -154,6 +155,7 @@ import sibling
 @pytest.mark.parametrize(
     "path", ["script.py", "./script.py", "../code/script.py", "sub/../script.py", "link.py"]
 )
+@pytest.mark.one_in(5)
 def test_sees_the_same(tmp_path: Path, path: str) -> None:
     folder = tmp_path / "code"
     write(folder, SURROUNDINGS)
@@ -200,6 +202,7 @@ def test_two_dashes_before_the_script_are_ours(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
 @pytest.mark.parametrize("how", ["script", "module"])
+@pytest.mark.one_in(3)
 def test_child_processes(tmp_path: Path, method: str, how: str) -> None:
     """Classes and functions of the script reach its children, whichever way they are started."""
     write(
@@ -384,7 +387,10 @@ def test_first_rank_says_when_there_was_nothing_to_schedule(
     assert second[2] == alone[2] == ""
 
 
-@pytest.mark.parametrize("end", ["", "os._exit(0)"], ids=["by itself", "os._exit"])
+@pytest.mark.parametrize(
+    "end",
+    [pytest.param("", marks=pytest.mark.nightly, id="by itself"), pytest.param("os._exit(0)")],
+)
 def test_the_last_line_names_a_model_that_was_left(tmp_path: Path, end: str) -> None:
     write(
         tmp_path,
@@ -455,6 +461,7 @@ def test_ranks_that_horovod_run_starts_are_watched(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("set_up", ["basicConfig", "handler"])
+@pytest.mark.nightly
 def test_lines_begin_with_the_name_where_the_script_sets_up_logging(
     tmp_path: Path, set_up: str
 ) -> None:

@@ -88,18 +88,27 @@ CASES: dict[str, Row] = {
 }
 
 
+#: whose settings are looked at
+WITH_SETTINGS = ("wrapped_by_the_script", "optimizer_after_ddp")
+
+
 def addressed(*names: str) -> dict[str, tuple[tuple[str, str], tuple[Any, ...]]]:
     """Where cases are, and what they are given."""
     return {name: (address_of(CASES[name].case), CASES[name].args) for name in names}
 
 
 @pytest.fixture(scope="module")
-def both_ranks() -> list[Outcomes]:
-    ranks = run_fresh(scripts.run_all, timeout_s=100, env=SMALL, args=(addressed(*CASES),))
+def both_ranks(request: pytest.FixtureRequest) -> list[Outcomes]:
+    """Of the cases that the selected tests are about."""
+    items = [item for item in request.session.items if item.path == request.path]
+    names = {item.callspec.params.get("name") for item in items if hasattr(item, "callspec")}
+    looked_at = [name for name in CASES if name in {*names, *WITH_SETTINGS}]
+    ranks = run_fresh(scripts.run_all, timeout_s=100, env=SMALL, args=(addressed(*looked_at),))
     return [outcomes(rank) for rank in ranks]
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.one_in(2)
 def test_trains_as_without(both_ranks: list[Outcomes], name: str) -> None:
     row = CASES[name]
     for rank, cases in enumerate(both_ranks):
@@ -112,8 +121,9 @@ def test_trains_as_without(both_ranks: list[Outcomes], name: str) -> None:
 
 
 def test_settings_of_the_script_come_first(both_ranks: list[Outcomes]) -> None:
-    assert "policy fifo" in both_ranks[0]["wrapped_by_the_script"]["said"][-1]
-    assert "policy priority" in both_ranks[0]["optimizer_after_ddp"]["said"][-1]
+    said = [both_ranks[0][name]["said"][-1] for name in WITH_SETTINGS]
+    assert "policy fifo" in said[0]
+    assert "policy priority" in said[1]
 
 
 def test_world_of_one() -> None:
@@ -127,6 +137,7 @@ def test_world_of_one() -> None:
 
 
 @pytest.mark.parametrize("watched", [0, 1])
+@pytest.mark.one_in(2)
 def test_all_stay_plain_beside_a_rank_that_is_not_watched(watched: int) -> None:
     ranks = run_fresh(scripts.run_all, args=(addressed("optimizer_after_ddp"), [watched]))
     for rank in ranks:

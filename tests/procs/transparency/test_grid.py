@@ -31,6 +31,7 @@ IMPOSSIBLE = [cell for cell in cells() if why_not(cell)]
 
 @pytest.mark.parametrize("name", SCRIPTS)
 @pytest.mark.parametrize("cell", WORKING, ids="-".join)
+@pytest.mark.one_in(5)
 def test_cell_trains_as_plain_ddp(request: pytest.FixtureRequest, cell: Cell, name: str) -> None:
     """To the last bit between two ranks; where sums or norms are rounded, closely, and alike."""
     script, *args = SCRIPTS[name]
@@ -56,6 +57,7 @@ def test_cell_trains_as_plain_ddp(request: pytest.FixtureRequest, cell: Cell, na
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.one_in(5)
 def test_three_owners(three_ranks: Ranks, name: str) -> None:
     script, *args = SCRIPTS[name]
     outcomes = three_ranks.run(

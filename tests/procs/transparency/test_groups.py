@@ -19,11 +19,13 @@ check = functools.partial(compare, mode="")
 
 
 @pytest.mark.parametrize("kind", list(scripts.OPTIMIZERS))
+@pytest.mark.one_in(3)
 def test_two_by_two(four_ranks: Ranks, kind: str) -> None:
     check(four_ranks, scripts.trained, "attribute", 2, kind)
 
 
 @pytest.mark.parametrize("how", ["modules", "parameters"])
+@pytest.mark.one_in(2)
 def test_a_mapping(four_ranks: Ranks, how: str) -> None:
     check(four_ranks, scripts.trained, how, 2, "momentum")
 
@@ -47,6 +49,7 @@ def test_a_plain_module(four_ranks: Ranks) -> None:
     ],
     ids=str,
 )
+@pytest.mark.one_in(2)
 def test_with_settings(four_ranks: Ranks, options: dict[str, Any]) -> None:
     check(four_ranks, scripts.trained, "attribute", 2, "momentum", **options)
 
@@ -64,17 +67,20 @@ def test_with_settings(four_ranks: Ranks, options: dict[str, Any]) -> None:
     scripts.compiled,
 )
 @pytest.mark.parametrize("ways", [2, 4])
+@pytest.mark.one_in(4)
 def test_scripts(four_ranks: Ranks, script: Callable[..., None], ways: int) -> None:
     check(four_ranks, script, ways)
 
 
 @pytest.mark.parametrize("script", [scripts.unused, scripts.clipped])
+@pytest.mark.one_in(2)
 def test_sizes_change(four_ranks: Ranks, script: Callable[..., None]) -> None:
     leader, *_ = check(four_ranks, script, 2, kind=RestlessJob)
     assert int(leader["settings"]) > 2
 
 
 @pytest.mark.parametrize(("ways", "wire"), [(2, "fp16"), (4, "bf16")])
+@pytest.mark.one_in(2)
 def test_compression_equals_the_hook_of_ddp(four_ranks: Ranks, ways: int, wire: str) -> None:
     check(four_ranks, scripts.compressed, ways, wire, compression=wire)
 
@@ -85,6 +91,7 @@ def test_turns(four_ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize("how", ["attribute", "modules"])
+@pytest.mark.one_in(2)
 def test_two_optimizers(four_ranks: Ranks, how: str) -> None:
     check(four_ranks, scripts.two_optimizers, 2, how)
 
@@ -146,6 +153,7 @@ def test_groups_are_those_of_the_first_wrap(two_ranks: Ranks) -> None:
 
 @pytest.mark.parametrize("victim", [0, 3])
 @pytest.mark.parametrize("moment", ["backward", "step"])
+@pytest.mark.one_in(2)
 def test_a_death_is_told_in_all_groups(victim: int, moment: str) -> None:
     ranks = run_fresh(scripts.dies, world_size=4, args=(victim, moment))
     for rank, end in enumerate(ranks):

@@ -10,6 +10,7 @@ from ranks import Ranks
 
 @pytest.mark.parametrize("split", ["on", "auto"])
 @pytest.mark.parametrize("seed", ["1", "2", "1007", "1031"])
+@pytest.mark.one_in(4)
 def test_drawn(two_ranks: Ranks, seed: str, split: str) -> None:
     check(two_ranks, hostile.hostile, seed, split=split)
 
@@ -18,5 +19,6 @@ def test_drawn(two_ranks: Ranks, seed: str, split: str) -> None:
 @pytest.mark.parametrize(
     ("seed", "rtol"), [("8094", 0.0), ("8203", 0.0), ("8283", 0.0), ("8392", 1e-5)]
 )
+@pytest.mark.one_in(4)
 def test_drawn_and_sharded(two_ranks: Ranks, seed: str, rtol: float) -> None:
     check(two_ranks, hostile.hostile, seed, True, shard=True, rtol=rtol)

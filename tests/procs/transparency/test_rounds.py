@@ -37,7 +37,7 @@ def cases(*given: tuple[Any, ...]) -> pytest.MarkDecorator:
 
 
 views = pytest.mark.parametrize("views", [False, True], ids=["apart", "views"])
-#: each kind once for every change
+#: every change tries two kinds, of scripts one kind each
 views_and_hold = pytest.mark.parametrize(
     ("views", "hold"),
     [
@@ -154,12 +154,14 @@ LEFT_TO_DDP = [
 
 @views_and_hold
 @cases(*CROSSING)
+@pytest.mark.one_in(2)
 def test_script(two_ranks: Ranks, script: Script, args: list[Any], views: bool, hold: bool) -> None:
     equal(two_ranks, script, views, args, way=ways.held if hold else None)
 
 
 @views_and_hold
 @cases(*LEFT_TO_DDP)
+@pytest.mark.one_in(2)
 def test_left_to_ddp(
     two_ranks: Ranks, script: Script, args: list[Any], views: bool, hold: bool
 ) -> None:
@@ -179,6 +181,7 @@ NOT_KEPT = [case for case in CROSSING if case[0] is not scripts.gradients_kept]
     *LEFT_TO_DDP,
     *((scripts.joined, finds_unused, 6) for finds_unused in (False, True)),
 )
+@pytest.mark.one_in(8)
 def test_turns(two_ranks: Ranks, script: Script, args: list[Any], views: bool) -> None:
     """The plan and DDP by itself take turns, whatever the script does."""
     equal(two_ranks, script, views, args, way=ways.taking_turns, mode="")
@@ -196,6 +199,7 @@ def test_a_decision(two_ranks: Ranks, verdict: str, mode: str) -> None:
 
 @views
 @cases(*ROUNDS)
+@pytest.mark.one_in(6)
 def test_turns_in_two_halves(
     two_ranks: Ranks, script: Script, args: list[Any], views: bool
 ) -> None:
@@ -204,6 +208,7 @@ def test_turns_in_two_halves(
 
 @views
 @cases(*ROUNDS)
+@pytest.mark.one_in(4)
 def test_rounds_in_two_halves(
     two_ranks: Ranks, script: Script, args: list[Any], views: bool
 ) -> None:
@@ -213,6 +218,7 @@ def test_rounds_in_two_halves(
 
 @views
 @pytest.mark.parametrize("first", [0, 1, 6])
+@pytest.mark.one_in(3)
 def test_join_in_two_halves(two_ranks: Ranks, views: bool, first: int) -> None:
     equal(two_ranks, scripts.joined, views, [False, first], split="on")
 
@@ -226,6 +232,7 @@ def test_probe_on_one_rank_and_a_barrier(two_ranks: Ranks, views: bool) -> None:
 @views
 @pytest.mark.parametrize("first", [0, 1, 6])
 @pytest.mark.parametrize("finds_unused", [False, True])
+@pytest.mark.one_in(3)
 def test_join(two_ranks: Ranks, views: bool, finds_unused: bool, first: int) -> None:
     """Not held: who has joined waits at once."""
     if finds_unused and not first:
@@ -247,7 +254,13 @@ def test_complex_numbers(two_ranks: Ranks, script: Script, views: bool) -> None:
     equal(two_ranks, script, views, [])
 
 
-@pytest.mark.parametrize("when", ["before", "after", "inside"])
+@pytest.mark.parametrize(
+    "when",
+    [
+        "after",
+        *(pytest.param(when, marks=pytest.mark.nightly) for when in ("before", "inside")),
+    ],
+)
 def test_compiled(two_ranks: Ranks, when: str) -> None:
     mode = "cross" if when == "inside" else "backward"
     equal(two_ranks, scripts.compiled, False, [when], mode=mode)
@@ -261,6 +274,7 @@ def test_compiled(two_ranks: Ranks, when: str) -> None:
     (models.unused_static, False),
     (scripts.ddp_copied_each_step,),
 )
+@pytest.mark.one_in(4)
 def test_buckets_of_ours(two_ranks: Ranks, script: Script, args: list[Any], views: bool) -> None:
     """DDP gets a new reducer, which reduces what the old one did."""
     equal(two_ranks, script, views, args, way=ways.in_buckets_of_ours)
@@ -274,6 +288,7 @@ IN_BUCKETS_OF_DDP = [case for case in CROSSING if case[0] is not scripts.unwrapp
     "views", [True, pytest.param(False, marks=pytest.mark.nightly)], ids=["views", "apart"]
 )
 @cases(*IN_BUCKETS_OF_DDP)
+@pytest.mark.one_in(8)
 def test_three_ranks(three_ranks: Ranks, script: Script, args: list[Any], views: bool) -> None:
     """Buckets of DDP's own size have sums with its bits, where these depend on the cut, too."""
     equal(three_ranks, script, views, args, way=ways.held, sizes=WHOLE)

@@ -74,6 +74,7 @@ import bytesched
     optimizers.adafactor,
     optimizers.hooks_that_write,
 )
+@pytest.mark.one_in(4)
 def test_script(two_ranks: Ranks, script: Callable[..., None]) -> None:
     check(two_ranks, script, shard=True)
 
@@ -88,6 +89,7 @@ def test_script(two_ranks: Ranks, script: Callable[..., None]) -> None:
     shard.cut_and_clipped,
     shard.hooked_last,
 )
+@pytest.mark.one_in(3)
 def test_norms_of_tensors_with_several_owners_are_rounded(
     two_ranks: Ranks, script: Callable[..., None]
 ) -> None:

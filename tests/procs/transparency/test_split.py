@@ -55,6 +55,7 @@ def check_split(ranks: Ranks, script: Callable[..., None], *args: object) -> Non
     optimizers.parameter_groups,
     optimizers.step_skipped,
 )
+@pytest.mark.one_in(3)
 def test_script(two_ranks: Ranks, script: Callable[..., None]) -> None:
     check_split(two_ranks, script)
 

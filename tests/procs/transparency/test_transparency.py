@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import scripts_gradients as gradients
@@ -22,54 +22,68 @@ IS_THERE = {
 }
 
 
-def named(*scripts: Callable[..., None]) -> pytest.MarkDecorator:
+def named(
+    *scripts: Callable[..., None], more: Sequence[Callable[..., None]] = ()
+) -> pytest.MarkDecorator:
+    """A test for each; ``more``: nightly, as test_rounds or one of the others does the like."""
     lacking = pytest.mark.skip(reason="not in this torch")
     return pytest.mark.parametrize(
         "script",
         [
-            pytest.param(each, id=each.__name__, marks=() if IS_THERE.get(each, True) else lacking)
-            for each in scripts
+            pytest.param(
+                each,
+                id=each.__name__,
+                marks=[
+                    *([] if IS_THERE.get(each, True) else [lacking]),
+                    *([pytest.mark.nightly] if each in more else []),
+                ],
+            )
+            for each in (*scripts, *more)
         ],
     )
 
 
 @pytest.mark.parametrize("name", optimizers.SPLITTABLE)
+@pytest.mark.one_in(2)
 def test_optimizer(two_ranks: Ranks, name: str) -> None:
     check(two_ranks, optimizers.one_optimizer, name)
 
 
 @pytest.mark.parametrize("name", optimizers.SCHEDULES)
 @pytest.mark.parametrize("made", ["before", "after"])
+@pytest.mark.one_in(2)
 def test_schedule(two_ranks: Ranks, made: str, name: str) -> None:
     check(two_ranks, optimizers.schedule, name, made)
 
 
 @named(
     optimizers.tensor_lr,
-    optimizers.lr_by_hand,
-    optimizers.plateau,
-    optimizers.parameter_groups,
     optimizers.added_group,
-    optimizers.removed_group,
     optimizers.two_optimizers,
-    optimizers.one_wrapped_of_two_optimizers,
-    optimizers.two_models,
     optimizers.two_models_of_one_optimizer,
     optimizers.parameters_outside_the_model,
-    optimizers.parameters_outside_the_optimizer,
     optimizers.two_steps_in_a_row,
-    optimizers.step_every_other_backward,
     optimizers.step_skipped,
-    optimizers.step_without_backward,
-    optimizers.closure,
-    optimizers.closure_that_only_looks,
     optimizers.closure_beside_no_sync,
     optimizers.sharpness_aware,
     optimizers.muon,
     optimizers.beside_one_that_steps_whole,
     optimizers.delegating,
-    optimizers.global_step_hooks,
     optimizers.hooks_that_write,
+    more=[
+        optimizers.lr_by_hand,
+        optimizers.plateau,
+        optimizers.parameter_groups,
+        optimizers.removed_group,
+        optimizers.one_wrapped_of_two_optimizers,
+        optimizers.two_models,
+        optimizers.parameters_outside_the_optimizer,
+        optimizers.step_every_other_backward,
+        optimizers.step_without_backward,
+        optimizers.closure,
+        optimizers.closure_that_only_looks,
+        optimizers.global_step_hooks,
+    ],
 )
 def test_stepping(two_ranks: Ranks, script: Callable[..., None]) -> None:
     check(two_ranks, script)
@@ -113,39 +127,37 @@ def test_step_hooks_of_the_user(two_ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize("name", ["sgd_momentum", "sgd_fused", "adamw_foreach", "adamw_fused"])
+@pytest.mark.one_in(2)
 def test_grad_scaler(two_ranks: Ranks, name: str) -> None:
     check(two_ranks, optimizers.grad_scaler, name)
 
 
 @named(
-    gradients.no_sync,
     gradients.sync_attribute,
-    gradients.accumulation_of_averages,
     gradients.several_forwards_one_backward,
+    more=[
+        gradients.no_sync,
+        gradients.accumulation_of_averages,
+    ],
 )
 def test_accumulation(two_ranks: Ranks, script: Callable[..., None]) -> None:
     check(two_ranks, script)
 
 
 @named(
-    gradients.clip_norm,
     gradients.clip_by_total_norm,
-    gradients.clip_value,
     gradients.clip_some,
+    more=[
+        gradients.clip_norm,
+        gradients.clip_value,
+    ],
 )
 def test_clipping(two_ranks: Ranks, script: Callable[..., None]) -> None:
     check(two_ranks, script)
 
 
 @named(
-    gradients.gradients_scaled_in_place,
     gradients.gradients_written_through_data,
-    gradients.gradients_replaced,
-    gradients.gradients_dropped,
-    gradients.gradients_read,
-    gradients.gradients_read_after_step,
-    gradients.gradients_kept,
-    gradients.gradients_zeroed_before_step,
     gradients.user_gradient_hooks,
     gradients.collectives_of_the_user,
     gradients.gradient_data_assigned,
@@ -153,6 +165,15 @@ def test_clipping(two_ranks: Ranks, script: Callable[..., None]) -> None:
     gradients.gradients_seen_through_views,
     gradients.gradients_kept_by_a_hook,
     gradients.arrays_of_gradients,
+    more=[
+        gradients.gradients_scaled_in_place,
+        gradients.gradients_replaced,
+        gradients.gradients_dropped,
+        gradients.gradients_read,
+        gradients.gradients_read_after_step,
+        gradients.gradients_kept,
+        gradients.gradients_zeroed_before_step,
+    ],
 )
 def test_gradients_used_between_backward_and_step(
     two_ranks: Ranks, script: Callable[..., None]
@@ -176,6 +197,7 @@ def test_buffer_of_gradients_of_the_user(two_ranks: Ranks, preset: str) -> None:
 
 
 @pytest.mark.parametrize("how", gradients.ZEROINGS)
+@pytest.mark.one_in(2)
 def test_zeroing(two_ranks: Ranks, how: str) -> None:
     check(two_ranks, gradients.zeroed, how)
 
@@ -198,11 +220,13 @@ def test_compression_equals_the_hook_of_ddp(two_ranks: Ranks, dtype: str) -> Non
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize("views", [False, True], ids=["own", "view"])
+@pytest.mark.one_in(2)
 def test_what_is_compressed_can_be_clipped(two_ranks: Ranks, views: bool, dtype: str) -> None:
     check(two_ranks, gradients.compressed_and_clipped, dtype, views)
 
 
 @pytest.mark.parametrize("name", models.MODELS)
+@pytest.mark.one_in(2)
 def test_model(two_ranks: Ranks, name: str) -> None:
     check(two_ranks, models.one_model, name)
 
@@ -225,6 +249,7 @@ def test_module_without_ddp(two_ranks: Ranks, name: str) -> None:
     gradients.gradients_kept,
     gradients.user_hooks_registered_late,
 )
+@pytest.mark.one_in(3)
 def test_gradients_of_a_module_without_ddp(two_ranks: Ranks, script: Callable[..., None]) -> None:
     check(two_ranks, script, module_alone=True)
 
@@ -244,21 +269,23 @@ def test_module_without_ddp_called_by_method(two_ranks: Ranks) -> None:
 
 @named(
     models.view_of_buckets,
-    models.ignored_by_ddp,
-    models.static_graph,
-    models.no_buffer_broadcast,
     models.unused_and_accumulated,
-    models.unused_static,
     models.frozen_layer,
     models.unfrozen_under_new_ddp,
-    models.unfrozen_in_place,
-    models.frozen_for_a_while,
     models.reused_layer,
     models.regularised,
     models.partly_around_ddp,
     models.evaluated_first,
     models.work_on_one_rank,
-    models.autocast,
+    more=[
+        models.ignored_by_ddp,
+        models.static_graph,
+        models.no_buffer_broadcast,
+        models.unused_static,
+        models.unfrozen_in_place,
+        models.frozen_for_a_while,
+        models.autocast,
+    ],
 )
 def test_model_use(two_ranks: Ranks, script: Callable[..., None]) -> None:
     check(two_ranks, script)
@@ -289,11 +316,13 @@ def test_scripted(two_ranks: Ranks, how: str) -> None:
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("what", ["block", "inner", "in_place", "whole"])
+@pytest.mark.one_in(4)
 def test_compiled(two_ranks: Ranks, what: str, backend: str) -> None:
     check(two_ranks, models.compiled, what, backend)
 
 
 @pytest.mark.parametrize("what", ["in_place_after", "whole_after"])
+@pytest.mark.nightly
 def test_compiled_after_wrap(two_ranks: Ranks, what: str) -> None:
     """Gates made before the compiler came are not seen by it, so nothing may cross."""
     check(two_ranks, models.compiled, what, "eager", mode="backward")
@@ -301,26 +330,28 @@ def test_compiled_after_wrap(two_ranks: Ranks, what: str) -> None:
 
 @named(
     reading.weights_read,
-    reading.one_weight_read,
     reading.metadata_read,
-    reading.weights_clipped,
     reading.weights_replaced,
     reading.averaged_model,
-    reading.average_by_hand,
     reading.average_in_one_call,
-    reading.average_compiled,
-    reading.state_read_after_step,
     reading.state_changed_after_step,
-    reading.state_dicts,
-    reading.saved,
-    reading.deep_copied_optimizer,
     reading.read_by_other_threads,
     reading.read_by_forked_children,
-    reading.converted_at_the_end,
     reading.resumed,
-    reading.rolled_back,
     reading.evaluated,
-    reading.unwrapped_in_the_middle,
+    more=[
+        reading.one_weight_read,
+        reading.weights_clipped,
+        reading.average_by_hand,
+        reading.average_compiled,
+        reading.state_read_after_step,
+        reading.state_dicts,
+        reading.saved,
+        reading.deep_copied_optimizer,
+        reading.converted_at_the_end,
+        reading.rolled_back,
+        reading.unwrapped_in_the_middle,
+    ],
 )
 def test_reading_and_writing_between_steps(two_ranks: Ranks, script: Callable[..., None]) -> None:
     check(two_ranks, script)
@@ -328,6 +359,7 @@ def test_reading_and_writing_between_steps(two_ranks: Ranks, script: Callable[..
 
 @pytest.mark.parametrize("module_alone", [False, True], ids=["ddp", "module"])
 @pytest.mark.parametrize("what", ["entry", "tensor", "view", "packed"])
+@pytest.mark.one_in(2)
 def test_state_that_is_kept(two_ranks: Ranks, what: str, module_alone: bool) -> None:
     """Steps are whole as long as it is kept, and no longer."""
     for figures in check(two_ranks, reading.state_kept, what, module_alone=module_alone):
@@ -343,12 +375,14 @@ def plain_script(job: Job, kind: str, steps: int = STEPS) -> None:
 
 @pytest.mark.parametrize("module_alone", [False, True])
 @pytest.mark.parametrize("policy", ["priority", "fifo", "prophet"])
+@pytest.mark.one_in(2)
 def test_every_policy(two_ranks: Ranks, policy: str, module_alone: bool) -> None:
     """Long enough for an order to be planned, kept to by all, and planned again."""
     check(two_ranks, plain_script, "sgd", 40, policy=policy, module_alone=module_alone)
 
 
 @pytest.mark.parametrize("partition_bytes", [16, 100, 1 << 20, 0])
+@pytest.mark.one_in(2)
 def test_every_cut(two_ranks: Ranks, partition_bytes: int) -> None:
     """Element by element nearly, at odd places, as a whole, and as measured."""
     check(

@@ -29,6 +29,7 @@ scripts = named(
 
 @ways
 @scripts
+@pytest.mark.one_in(5)
 def test_two_ranks(two_ranks: Ranks, script: Callable[..., None], way: str) -> None:
     for stats in check(two_ranks, script, **WAYS[way]):
         assert float(stats["urgent_sections"]) > 0
@@ -37,11 +38,13 @@ def test_two_ranks(two_ranks: Ranks, script: Callable[..., None], way: str) -> N
 
 @pytest.mark.parametrize("way", ["whole", "sharded"])
 @named(urgent.mixed_by_collectives, urgent.mixed_and_clipped)
+@pytest.mark.one_in(2)
 def test_three_ranks(three_ranks: Ranks, script: Callable[..., None], way: str) -> None:
     check(three_ranks, script, rtol=1e-5, **WAYS[way])
 
 
 @ways
 @named(urgent.read_by_rank_0_alone, urgent.entered_by_rank_0_alone)
+@pytest.mark.one_in(3)
 def test_ranks_that_differ(two_ranks: Ranks, script: Callable[..., None], way: str) -> None:
     check(two_ranks, script, **WAYS[way])

@@ -109,6 +109,7 @@ def setting(layers: float) -> Setting:
 
 
 @pytest.mark.parametrize("then", [0.3, 2])
+@pytest.mark.one_in(2)
 def test_gates_wait_for_the_bundles_of_the_new_cut(two_ranks: Ranks, then: float) -> None:
     """From one bundle per layer to several per layer, and to several layers in one."""
     for figures in check(two_ranks, 12, (setting(1), 4), (setting(then), 1)):
@@ -120,6 +121,7 @@ def test_gates_wait_for_the_bundles_of_the_new_cut(two_ranks: Ranks, then: float
 
 
 @pytest.mark.parametrize("sizes", [(0.3, 2, 0.7), (100, 0.3, 1)], ids=str)
+@pytest.mark.one_in(2)
 def test_ranks_agree_on_the_chunks_of_the_new_cut(
     three_ranks: Ranks, sizes: tuple[float, ...]
 ) -> None:
@@ -138,6 +140,7 @@ def test_chunks_change_where_the_script_has_sized_buckets(two_ranks: Ranks) -> N
 
 
 @pytest.mark.parametrize("pool", ["two_ranks", "three_ranks"])
+@pytest.mark.one_in(2)
 def test_sizes_change_when_an_order_was_planned(pool: str, request: pytest.FixtureRequest) -> None:
     """Each cut has backward's order until its own is planned."""
     ranks: Ranks = request.getfixturevalue(pool)

@@ -38,6 +38,7 @@ def check(
 
 
 @pytest.mark.parametrize("name", ["sgd_momentum", "adamw_foreach", "adam_fused"])
+@pytest.mark.one_in(2)
 def test_optimizer(two_ranks: Ranks, name: str) -> None:
     assert check(two_ranks, optimizers.one_optimizer, name) >= 3
 
@@ -45,6 +46,7 @@ def test_optimizer(two_ranks: Ranks, name: str) -> None:
 @pytest.mark.parametrize(
     "name", ["tied", "attention", "batch_norm", "checkpoint_reentrant", "raw_kernel"]
 )
+@pytest.mark.one_in(2)
 def test_model(two_ranks: Ranks, name: str) -> None:
     assert check(two_ranks, models.one_model, name) >= 3
 
@@ -82,6 +84,7 @@ def test_model(two_ranks: Ranks, name: str) -> None:
     ],
     ids=lambda script: script.__name__,
 )
+@pytest.mark.one_in(4)
 def test_script(two_ranks: Ranks, script: Callable[..., None]) -> None:
     check(two_ranks, script)
 
@@ -97,6 +100,7 @@ def test_plain_modules(two_ranks: Ranks, script: Callable[..., None]) -> None:
 
 
 @pytest.mark.parametrize("what", ["whole", "inner"])
+@pytest.mark.one_in(2)
 def test_compiled(two_ranks: Ranks, what: str) -> None:
     assert check(two_ranks, models.compiled, what, "aot_eager") >= 3
 

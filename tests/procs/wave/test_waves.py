@@ -40,6 +40,7 @@ def one_thread() -> Any:
 
 @pytest.mark.parametrize("wrapped", [False, True], ids=["ddp", "bytesched"])
 @pytest.mark.parametrize("waves", [2, 3])
+@pytest.mark.one_in(2)
 def test_ranks_equal_accumulation(two_ranks: Ranks, waves: int, wrapped: bool) -> None:
     assert two_ranks.run(ddp_equal, waves, wrapped) == [[], []]
 
@@ -111,6 +112,7 @@ def test_a_rank_that_dies_is_a_named_error_on_all_others() -> None:
         assert survivor.code == 0
 
 
+@pytest.mark.nightly
 def test_a_rank_that_dies_in_the_middle_of_the_last_message_is_missed() -> None:
     _, survivor = run_fresh(dies_while_it_receives, timeout_s=45.0)
     assert survivor.stdout.strip() == "PeerLost", survivor.stderr

@@ -119,6 +119,7 @@ def test_how_all_reduces_run_is_said(
     assert words in text
 
 
+@pytest.mark.nightly
 def test_a_straggler_slows_all_systems(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def times_s(arguments: str) -> list[float]:
         file = tmp_path / "found.json"
@@ -130,6 +131,7 @@ def test_a_straggler_slows_all_systems(tmp_path: Path, capsys: pytest.CaptureFix
         assert late_s > 1.2 * even_s
 
 
+@pytest.mark.nightly
 def test_a_curve_and_its_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Where communication is a tenth of compute nothing is gained; where it is as much, most is."""
     pytest.importorskip("matplotlib")

@@ -50,6 +50,7 @@ def test_it_is_tried_until_it_succeeds() -> None:
     [("begin().wait(30.0)", True), ("atexit.register(begin)", False)],
     ids=["before_the_end", "at_the_end"],
 )
+@pytest.mark.nightly
 def test_no_thread_is_left_at_exit(begins: str, tried: bool) -> None:
     program = textwrap.dedent(PRELUDE) + begins
     ended = subprocess.run(

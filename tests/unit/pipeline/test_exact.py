@@ -54,6 +54,7 @@ def _all(pipeline: Pipeline, split: bool) -> Iterator[Timeline]:
 @pytest.mark.parametrize("memory", [1, 2])
 @pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.one_in(2)
 def test_no_order_is_better(case: str, split: bool, memory: int) -> None:
     stages, link = CASES[case]
     pipeline = Pipeline(stages, (0, 1), link, 2)
@@ -153,6 +154,7 @@ def _busy(ticks: Ticks, rank: int, starts: Sequence[int], period: int) -> list[i
         ((0, 1), 1, False, 502),
     ],
 )
+@pytest.mark.one_in(3)
 def test_a_tight_memory_has_the_least_period_that_it_allows(
     placement: tuple[int, ...], memory: int, split: bool, period: int
 ) -> None:
@@ -173,6 +175,7 @@ def test_a_period_that_was_not_refuted_is_not_called_the_shortest() -> None:
 
 @pytest.mark.parametrize("memory", [2, 3, 4])
 @pytest.mark.parametrize("split", [False, True])
+@pytest.mark.one_in(3)
 def test_a_repetend_repeats(split: bool, memory: int) -> None:
     pipeline = Pipeline((Stage(2, 1, 1, 1, 2, 0),) * 4, (0, 1, 1, 0), Link(4.0), 1)
     ticks = Ticks.of(pipeline, split)

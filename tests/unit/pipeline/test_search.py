@@ -39,6 +39,7 @@ def test_there_and_back_with_halves_holds_four_half_stages() -> None:
 
 
 @pytest.mark.parametrize("latency_s", [0.5, 1.0])
+@pytest.mark.nightly
 def test_without_orders_of_torch_it_is_no_worse_than_their_best_and_repeats_itself(
     latency_s: float,
 ) -> None:
@@ -98,6 +99,7 @@ class Clock:
 
 
 @pytest.mark.parametrize("time_limit_s", [0.1, 0.5, 2.0, 5.0])
+@pytest.mark.one_in(3)
 def test_no_model_is_built_or_solved_beyond_the_limit(
     time_limit_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:

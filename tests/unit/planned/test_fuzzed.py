@@ -15,6 +15,7 @@ SEEDS, AT_A_TIME = 60, 10
 
 
 @pytest.mark.parametrize("first", range(0, SEEDS, AT_A_TIME))
+@pytest.mark.one_in(6)
 def test_generated_sequences_equal_plain_training(first: int) -> None:
     for seed in range(first, first + AT_A_TIME):
         found = fuzzing.fuzzed(seed)
@@ -22,6 +23,7 @@ def test_generated_sequences_equal_plain_training(first: int) -> None:
 
 
 @pytest.mark.parametrize("seed", [3, 5, 12, 14, 25, 34, 49])
+@pytest.mark.one_in(3)
 def test_an_optimizer_that_torch_does_not_have(seed: int) -> None:
     """Hooks, norms, tensors in groups, globals that change, and arguments of `step()`."""
     assert not fuzzing.fuzzed(seed, unknown_share=1.0)

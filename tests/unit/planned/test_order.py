@@ -324,6 +324,7 @@ READING = {read_before_the_step, a_regulariser_between, aliased}
 @pytest.mark.parametrize("plan", ["as ready", "by turns"])
 @pytest.mark.parametrize("view", [False, True], ids=["own", "view"])
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
+@pytest.mark.one_in(3)
 def test_a_script_has_the_numbers_of_a_plain_run_and_an_order(
     script: Script, view: bool, plan: str
 ) -> None:
@@ -337,6 +338,7 @@ def test_a_script_has_the_numbers_of_a_plain_run_and_an_order(
     [script for script in (*SCRIPTS, *ELSEWHERE) if script not in OF_DDP],
     ids=lambda script: script.__name__,
 )
+@pytest.mark.one_in(3)
 def test_so_has_one_of_a_plain_module(script: Script) -> None:
     for has_streams in (True,) if script in ELSEWHERE else (False, True):
         assert Case(script, False, by_turns, has_streams, is_plain=True).run() == []
@@ -348,6 +350,7 @@ def test_so_has_one_of_a_plain_module(script: Script) -> None:
     [*SCRIPTS, *ELSEWHERE],
     ids=lambda script: script.__name__,
 )
+@pytest.mark.one_in(4)
 def test_compressed_it_has_those_of_a_hook_of_ddp(script: Script, view: bool) -> None:
     for has_streams in (True,) if script in ELSEWHERE else (False, True):
         case = Case(script, view, by_turns, has_streams, compression="bf16")
@@ -553,6 +556,7 @@ class Branches(nn.Module):
     ],
     ids=["usual", "kept", "read elsewhere", "used first elsewhere", "branches"],
 )
+@pytest.mark.one_in(3)
 def test_streams_of_the_script(script: Script, make: Any, view: bool, plan: str) -> None:
     assert Case(script, view, PLANS[plan], has_streams=True, make=make).run() == []
 
@@ -579,6 +583,7 @@ def in_turns(*, has_streams: bool, view: bool) -> list[str]:
 
 @pytest.mark.parametrize("has_streams", [False, True])
 @pytest.mark.parametrize("view", [False, True], ids=["own", "view"])
+@pytest.mark.one_in(2)
 def test_two_models_in_turns(has_streams: bool, view: bool) -> None:
     """The backward pass of one lands and updates what the other has left."""
     assert in_turns(has_streams=has_streams, view=view) == []

@@ -248,6 +248,7 @@ def test_two_at_a_time_a_plan_is_better_on_the_whole() -> None:
 
 
 @pytest.mark.parametrize("concurrent", [1, 2])
+@pytest.mark.one_in(2)
 def test_an_iteration_takes_little_more_than_with_the_best_order(concurrent: int) -> None:
     """The best one may leave the link idle for what is to come; a plan never does."""
     ratios = []

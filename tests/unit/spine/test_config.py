@@ -257,6 +257,7 @@ def refusal(**fields: object) -> str:
 
 @pytest.mark.parametrize("field", FIELDS)
 @given(value=_JUNK)
+@pytest.mark.one_in(4)
 def test_any_value_is_taken_or_refused_with_its_name_and_where_it_stood(
     field: str, value: object
 ) -> None:
@@ -266,6 +267,7 @@ def test_any_value_is_taken_or_refused_with_its_name_and_where_it_stood(
 
 @pytest.mark.parametrize("field", FIELDS)
 @given(text=st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=20))
+@pytest.mark.one_in(4)
 def test_any_variable_is_taken_or_refused_with_its_name(field: str, text: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(variable(field), text)

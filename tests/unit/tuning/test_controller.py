@@ -74,6 +74,7 @@ def best_s(cluster: Cluster, more: Sequence[Setting] = ()) -> float:
 
 @pytest.mark.parametrize("model", ["gpt", "vgg", "resnet"])
 @pytest.mark.parametrize("noise", [0.0, 0.03])
+@pytest.mark.one_in(12)
 def test_it_finds_what_is_nearly_the_best_within_its_budget(model: str, noise: float) -> None:
     cluster = Cluster(model, noise=noise)
     controller, log = controller_on(cluster)
@@ -95,6 +96,7 @@ def test_it_finds_what_is_nearly_the_best_within_its_budget(model: str, noise: f
     ],
     ids=["stragglers", "evaluation", "short_batches", "all"],
 )
+@pytest.mark.one_in(8)
 def test_outliers_do_not_mislead_it(seed: int, trouble: dict[str, float]) -> None:
     cluster = Cluster("vgg", seed=seed, **trouble)  # type: ignore[arg-type]
     controller, log = controller_on(cluster)
@@ -126,6 +128,7 @@ def test_the_worst_candidates_cost_the_fewest_steps() -> None:
 
 
 @pytest.mark.parametrize("late_step", [60, 400])
+@pytest.mark.one_in(2)
 def test_a_change_of_bandwidth_is_answered_once(late_step: int) -> None:
     """In the middle of the search as well as long after it."""
 

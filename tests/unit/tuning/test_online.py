@@ -34,6 +34,7 @@ def nobody_at_work(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("model", "rate"), [("gpt", 118e6), ("gpt", 2e9), ("vgg", 118e6), ("resnet", 30e6)]
 )
+@pytest.mark.one_in(4)
 def test_from_the_first_step_to_a_file_that_is_used(
     model: str, rate: float, tmp_path: Path
 ) -> None:
@@ -105,6 +106,7 @@ def test_a_setting_from_a_file_that_would_never_end_is_not_used(
     assert "is ignored" in caplog.text
 
 
+@pytest.mark.nightly
 def test_another_model_on_the_same_cluster_begins_near(tmp_path: Path) -> None:
     cluster = Cluster("gpt")
     train(cluster, tuner_on(cluster, tmp_path), 200)
