@@ -260,6 +260,9 @@ class Rounds:
         """See `Sums`."""
         if func not in ASKING or not (members := asked_of(args)):
             return NotImplemented
+        if any(member.bucket.sums is not self for member in members):
+            # Of several models: none of them knows what all of these come to.
+            return NotImplemented
         questions = self._questions
         if questions is None:
             self._splitting.ask(members, self._late_bytes)

@@ -190,6 +190,22 @@ def two_models(job: Job) -> None:
     job.record_state(discriminator, other)
 
 
+def two_models_clipped_together(job: Job) -> None:
+    """One norm of the gradients of both, each of which has its own optimizer."""
+    encoder, head = job.ddp(mlp()), job.ddp(nn.Linear(4, 3))
+    optimizers = [job.wrap(adamw(model), model) for model in (encoder, head)]
+    parameters = [*encoder.parameters(), *head.parameters()]
+    for step in range(2 * STEPS):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        head(encoder(job.inputs(step))).square().mean().backward()
+        job.record("norm", nn.utils.clip_grad_norm_(parameters, 0.1))
+        for optimizer in optimizers:
+            optimizer.step()
+    job.record_state(encoder, optimizers[0])
+    job.record_state(head, optimizers[1])
+
+
 def two_models_of_one_optimizer(job: Job) -> None:
     """The encoder is wrapped with it; the head trains under plain DDP."""
     encoder, head = job.ddp(mlp()), job.ddp(nn.Linear(4, 3))

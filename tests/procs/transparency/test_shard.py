@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import scripts_gradients as gradients
@@ -77,6 +78,12 @@ import bytesched
 @pytest.mark.one_in(4)
 def test_script(two_ranks: Ranks, script: Callable[..., None]) -> None:
     check(two_ranks, script, shard=True)
+
+
+@pytest.mark.parametrize("options", [{"shard": True}, {"split": "on"}, {}], ids=str)
+def test_models_are_clipped_together(two_ranks: Ranks, options: dict[str, Any]) -> None:
+    """No model can say what the gradients of all come to."""
+    check(two_ranks, optimizers.two_models_clipped_together, **options)
 
 
 @named(
