@@ -19,7 +19,23 @@ from bytesched.order import Following, Leading
 from bytesched.policy import Prophet, named_policy
 from bytesched.task import CommTask
 
-__all__ = ["ChunkTimes", "Link", "exposed_s", "gate_times", "plan_order"]
+__all__ = [
+    "CONCURRENT",
+    "MEASURED",
+    "PATIENCE",
+    "ChunkTimes",
+    "Link",
+    "exposed_s",
+    "gate_times",
+    "plan_order",
+]
+
+#: rounds of a layout that are measured; each is followed by one in which nothing is
+MEASURED: Final = (1, 5, 13, 29, 61, 125, 253, 509)
+#: measured iterations of a plan that have to be slower than without it, before it is left
+PATIENCE: Final = 2
+#: collectives that Gloo has under way at a time: it starts them in order
+CONCURRENT: Final = 2
 
 #: from which `Foreseen` learns
 _LEARNED_ROUNDS: Final = 3

@@ -96,13 +96,14 @@ def parse_systems(
             raise ConfigError(f"--systems: {label!r} is there twice")
         systems[label] = System(label, kind, {name: value for name, _, value in pairs})
         for name, value in systems[label].options.items() if parsers else ():
-            _check_option(label, name, value, parsers or {})
+            check_option(label, name, value, parsers or {})
     if not systems:
         raise ConfigError(f"--systems: none given; known: {', '.join(known)}")
     return tuple(systems.values())
 
 
-def _check_option(label: str, name: str, value: str, parsers: Parsers) -> None:
+def check_option(label: str, name: str, value: str, parsers: Parsers) -> None:
+    """Raises `ConfigError` unless one of ``parsers`` takes the option of the system ``label``."""
     if name not in parsers:
         raise ConfigError(f"--systems: {label!r}: {name!r}{nearest(name, parsers)}")
     try:

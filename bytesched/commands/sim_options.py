@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from bytesched.bench.profile import Profile, load_profile, shipped_profiles
-from bytesched.bench.systems import EXCHANGE_SYSTEMS, System, parse_systems
+from bytesched.bench.systems import EXCHANGE_SYSTEMS, System, check_option, parse_systems
 from bytesched.errors import ConfigError
 from bytesched.link.algorithms import ALGORITHMS, GLOO_RANKS, LIBRARIES
 from bytesched.link.cluster import LEAST_ITERATIONS
@@ -22,7 +22,7 @@ from bytesched.sim.curve import AXES, Climate
 from bytesched.sim.measure import Links
 from bytesched.sim.recorded import recorded_jitter
 from bytesched.sim.systems import LAB_COSTS, SYSTEMS, Costs, Model
-from bytesched.values import nearest, one_of, parse_size
+from bytesched.values import one_of, parse_size
 
 __all__ = [
     "check_outputs",
@@ -267,12 +267,7 @@ def systems_of(options: argparse.Namespace, *, has_experts: bool) -> tuple[Syste
     for system in systems:
         checks: dict[str, Any] = _BUCKETS if system.kind.startswith("ddp") else chunks
         for name, value in system.options.items():
-            if name not in checks:
-                raise ConfigError(f"--systems: {system.label!r}: {name!r}{nearest(name, checks)}")
-            try:
-                checks[name](value)
-            except ValueError as error:
-                raise ConfigError(f"--systems: {system.label!r}: {name}: {error}") from None
+            check_option(system.label, name, value, checks)
     return systems
 
 

@@ -15,19 +15,13 @@ from itertools import accumulate, repeat
 from math import inf
 from typing import Final
 
-from bytesched.ahead import ChunkTimes, Link, plan_order
+from bytesched.ahead import CONCURRENT, MEASURED, PATIENCE, ChunkTimes, Link, plan_order
 from bytesched.link.fabric import Fabric
 
 __all__ = ["LEAST_ITERATIONS", "Bundle", "Cluster", "Gather", "Job", "Work"]
 
-#: iterations, from 0, in which ranks measure; what they tell each other takes no time here
-_MEASURED: Final = (1, 5, 13, 29, 61, 125, 253, 509)
 #: in the second half of which a plan has been made twice
 LEAST_ITERATIONS: Final = 16
-#: measured iterations of a plan that have to be slower than without it
-_PATIENCE: Final = 2
-#: collectives that Gloo has under way at a time
-_CONCURRENT: Final = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +102,7 @@ class Cluster:
         self._links_free_s = 0.0
         #: the latest measured iteration without a plan, and the latest ones with it
         self._as_ready_s = inf
-        self._as_planned_s: deque[float] = deque(maxlen=_PATIENCE)
+        self._as_planned_s: deque[float] = deque(maxlen=PATIENCE)
 
     def iterate(self, pace: Sequence[float]) -> float:
         """One more iteration; it begins where each rank's last one has ended.
@@ -135,7 +129,7 @@ class Cluster:
             for bundle in work.bundles
         ]
         self._ended_s = self._forward(stepped_s, updated_s, pace)
-        if work.is_planned and work.policy != "fifo" and self._iteration in _MEASURED:
+        if work.is_planned and work.policy != "fifo" and self._iteration in MEASURED:
             ready_s = [max(released_s[job.layer]) for job in work.jobs]
             self._plan(ready_s, busy_s, max(self._ended_s) - max(began_s))
         self._iteration += 1
@@ -174,7 +168,7 @@ class Cluster:
             self._as_planned_s.clear()
         else:
             self._as_planned_s.append(iteration_s)
-        if len(self._as_planned_s) == _PATIENCE and min(self._as_planned_s) > self._as_ready_s:
+        if len(self._as_planned_s) == PATIENCE and min(self._as_planned_s) > self._as_ready_s:
             self.order = self._as_ready
             return
         jobs, first_s = self.work.jobs, min(ready_s)
@@ -186,7 +180,7 @@ class Cluster:
             Link(
                 busy_s / sum(job.nbytes for job in jobs),
                 0.0,
-                _CONCURRENT if self.fabric.overlaps else 1,
+                CONCURRENT if self.fabric.overlaps else 1,
             ),
             policy=self.work.policy,
             credit_bytes=max(1, self.work.credit_bytes),

@@ -19,7 +19,7 @@ from typing import Any, Final
 
 import torch
 
-from bytesched.ahead import ChunkTimes, Link, plan_order
+from bytesched.ahead import CONCURRENT, MEASURED, PATIENCE, ChunkTimes, Link, plan_order
 from bytesched.observe import Observers
 
 from .buckets import Bucket, Chunk
@@ -35,12 +35,6 @@ __all__ = ["PLANNED_AGAIN_IN", "PLANNED_IN", "Planning", "Stage", "first_gates"]
 PLANNED_IN: Final = 4
 PLANNED_AGAIN_IN: Final = 2
 
-#: rounds of a layout that are measured; each is followed by one in which nothing is
-_MEASURED: Final = (1, 5, 13, 29, 61, 125, 253, 509)
-#: measured iterations of a plan that have to be slower than without it
-_PATIENCE: Final = 2
-#: where ends are seen, which is Gloo: it starts operations in order, so many at a time
-_CONCURRENT: Final = 2
 _S: Final = 1e9
 
 
@@ -129,7 +123,7 @@ class Planning:
         #: the latest iteration in which chunks were sent as they became ready, of the slowest rank
         self._as_ready_s = inf
         #: the latest ones in which they were sent as planned
-        self._as_planned_s: deque[float] = deque(maxlen=_PATIENCE)
+        self._as_planned_s: deque[float] = deque(maxlen=PATIENCE)
         #: for how long something is under way in a round
         self.busy_ns = 0
         #: what the ranks have told last of chunks, by index, and of the carrier
@@ -179,7 +173,7 @@ class Planning:
             self._measured = _Round(None)
         elif self.stage is Stage.ALIKE:
             self._rounds += 1
-            if self._rounds in _MEASURED:
+            if self._rounds in MEASURED:
                 # Whatever this rank knows: the others go on with it.
                 common = self._common[0] if self._common else None
                 self._measured, self.stage = _Round(common), Stage.MEASURING
@@ -358,8 +352,8 @@ class Planning:
         ]
         for index, ready in zip(indices, ready_s, strict=True):
             self._ready_s.update(dict.fromkeys(self._parameters.get(index, ()), ready))
-        self._link = Link(seconds_per_byte, 0.0, _CONCURRENT if self._wire.sees_ends else 1)
-        if len(self._as_planned_s) == _PATIENCE and min(self._as_planned_s) > self._as_ready_s:
+        self._link = Link(seconds_per_byte, 0.0, CONCURRENT if self._wire.sees_ends else 1)
+        if len(self._as_planned_s) == PATIENCE and min(self._as_planned_s) > self._as_ready_s:
             # Chunks come later than the plan has them: it keeps others waiting for nothing.
             self.order = None
             return

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
-import torch
 from ranks import Ranks, run_fresh
 from wave_cases import (
     ddp_equal,
@@ -26,13 +23,7 @@ from wave_model_cases import (
     user_error,
 )
 
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 # -- on several ranks ----------------------------------------------------------------------

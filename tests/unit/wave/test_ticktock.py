@@ -34,13 +34,7 @@ from bytesched.plugins.wave.ticktock.passes import JoinedGradients
 from bytesched.plugins.wave.ticktock.state import CudaLanes, Lanes, WaveStates
 from bytesched.plugins.wave.ticktock.ticktock import Trial
 
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.mark.parametrize("waves", [2, 3, 4])
