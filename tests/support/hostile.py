@@ -87,6 +87,11 @@ def verdict_of(seen: list[Seen], plan: Plan, fate: Fate | None) -> tuple[str, st
     return "raised", f"{raised}"
 
 
+#: what says that another rank is gone: errors of ours, or what DDP exchanges by itself, which is
+#: its buckets in the second forward pass, and used parameters
+NAMED = ("PeerLost", "MismatchError", "_rebuild_buckets()", "find_unused_parameters=True")
+
+
 def verdict_of_ends(ends: list[ExitedRank], plan: Plan, fate: Fate) -> tuple[str, str]:
     """How the processes ended, and what is wrong with it; empty if nothing is."""
     story = "\n".join(f"  rank {rank}: {end}" for rank, end in enumerate(ends))
@@ -103,9 +108,7 @@ def verdict_of_ends(ends: list[ExitedRank], plan: Plan, fate: Fate) -> tuple[str
         return f"the {fate.way} ended with {ender.code}", story
     for rank in others:
         end = ends[rank]
-        named = told[rank] or next(
-            (n for n in ("PeerLost", "MismatchError") if n in end.stderr), ""
-        )
+        named = told[rank] or next((name for name in NAMED if name in end.stderr), "")
         if end.code not in (0, 1):
             return f"another rank ended with {end.code}", story
         if end.code == 1 and not named:
