@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -46,9 +47,9 @@ def test_both_controllers_are_tried_whatever_is_set(
         check = only(found, f"horovod {controller}")
         assert check.status == "ok", check
         assert "two ranks all-reduce 4 B in" in check.detail
-        assert check.detail.endswith(
-            "4 steps equal those of plain Horovod, 3 of them across the barrier"
-        )
+        # On a busy machine the sums of some have come before step().
+        said = r"4 steps equal those of plain Horovod, [1-3] of them across the barrier$"
+        assert re.search(said, check.detail), check
     assert not timeline.exists()
 
 

@@ -286,7 +286,9 @@ def test_a_foreign_order(text: str, said: str, four_ranks: Ranks, tmp_path: Path
 )
 @pytest.mark.one_in(2)
 def test_what_would_not_be_reduced_is_an_error(how: str, said: str) -> None:
-    told = [rank.stdout for rank in run_fresh(misused, 4, 60, args=(how,))]
-    # Who hears of it from its pipeline or its replicas first has their error.
-    assert any(said in text for text in told)
-    assert all(text.startswith(("PluginError: ", "PeerLost: ")) for text in told), told
+    ended = run_fresh(misused, 4, 60, args=(how,))
+    assert any(said in rank.stdout for rank in ended), ended
+    # Who hears of it from its replicas first has their error; from its pipeline, that of torch.
+    for rank in ended:
+        is_named = rank.stdout.startswith(("PluginError: ", "PeerLost: "))
+        assert is_named or "by peer" in rank.stderr, ended
