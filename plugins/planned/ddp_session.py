@@ -279,6 +279,14 @@ class DdpSession(PlannedSession):
 
     def backward_ends(self) -> None:
         """See `Watcher`."""
+        if name := self.source.added_to():
+            self.raise_first(
+                PluginError(
+                    f"{name!r} got another gradient on rank {self._wire.rank} when its round was "
+                    "over: several reentrant checkpoints use it, and DDP would add it up on each "
+                    "rank alone. Say use_reentrant=False to checkpoint, or static_graph=True to DDP"
+                )
+            )
         if not self._is_away or self._collectives is None or self._collectives() == self._counted:
             return
         ddp = self._ddp()

@@ -7,19 +7,17 @@ before, or with zeros.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping, Sequence, Set
 from functools import partial
-from types import FrameType
 from typing import Any, ClassVar, Final
 
 import torch
 from torch.autograd import Variable
-from torch.autograd.function import BackwardCFunction
 
 from bytesched.errors import PluginError
 
 from ..dependency.failures import Failures
+from ..proxies.passes import is_inside_another
 from ..update.surroundings import unseen
 from .buckets import Bucket
 from .bundles import Slot
@@ -33,8 +31,6 @@ __all__ = ["HookSource"]
 
 #: why sums land inside backward
 _ELSEWHERE: Final = "gradients lie in memory that others have, too"
-#: through which every custom Function's backward is called, also those that run backward again
-_CUSTOM_BACKWARD: Final = BackwardCFunction.apply.__code__
 
 
 class HookSource(Source):
@@ -336,7 +332,7 @@ class HookSource(Source):
         if self._missing and not self._may_be_absent:
             # The pass of another loss may bring the rest.
             return
-        if self._missing and _is_nested():
+        if self._missing and is_inside_another():
             # So may the pass around this one, which need not call us.
             self._is_left_to_outer = True
             return
@@ -445,13 +441,3 @@ class HookSource(Source):
                 if next(reversed(hooks)) != hook_id:
                     # Autograd reads the dictionary below OrderedDict: move_to_end would not do.
                     hooks[hook_id] = hooks.pop(hook_id)
-
-
-def _is_nested() -> bool:
-    """True inside a backward pass that another one runs (a reentrant checkpoint)."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        if frame.f_code is _CUSTOM_BACKWARD:
-            return True
-        frame = frame.f_back
-    return False

@@ -15,7 +15,9 @@ import torch
 from torch import nn
 from torch.autograd import Variable
 
-from .buckets import Bucket
+from ..proxies.passes import is_inside_another
+from ..proxies.pending_grads import PendingGrad
+from .buckets import Bucket, Member
 from .cutting import Cutter
 from .source import Listener, Phase, Source
 
@@ -24,6 +26,7 @@ __all__ = ["ReducerSource"]
 #: why sums land inside backward
 _ELSEWHERE: Final = "gradients lie in memory that others have, too"
 _STRIDES: Final = "DDP copies gradients out of its buckets: parameters have got other strides"
+_ADDED_TO: Final = "a reentrant checkpoint ends the round, and others add to its gradients"
 
 
 class ReducerSource(Source):
@@ -77,6 +80,10 @@ class ReducerSource(Source):
         self._is_unfinalized_early = False
         #: parameters whose gradients lay in buckets before this backward pass; see `_divide`
         self._in_buckets: set[int] = set()
+        #: gradients of a round that ended inside of another pass, and their versions then
+        self._ended_inside: list[tuple[Member, int]] = []
+        #: what that pass does later is added to gradients
+        self._are_added_to = False
 
     def __call__(self, state: object, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         number, buffer = bucket.index(), bucket.buffer()
@@ -238,11 +245,39 @@ class ReducerSource(Source):
                 left = self._left(bucket, versions) if versions else ()
                 if not self._hand_out(bucket, left):
                     self._listener.land(bucket, _ELSEWHERE)
+                elif self._are_added_to:
+                    self._listener.land(bucket, _ADDED_TO)
+        if is_inside_another():
+            # A reentrant checkpoint had the last gradient.
+            with torch._C.DisableTorchFunctionSubclass():
+                self._ended_inside = [
+                    (member, grad._version)
+                    for bucket in buckets
+                    for member in bucket.members
+                    if (grad := member.parameter.grad) is not None
+                ]
         self.phase = Phase.IDLE
         self._listener.round_ends(buckets, is_early=is_early)
         if is_early and not (self.is_early or self._holds_gradients or self._may_be_left):
             # What it would write has no sums yet, and whoever reads it waits and gets those.
             self._are_local = self._keep_local()
+
+    def added_to(self) -> str:
+        """What got another gradient between the end of its round and that of the pass around it.
+
+        Called when that pass is over. DDP adds it up on each rank alone. Empty where the sum was
+        there by then: so it will be in later rounds.
+        """
+        ended, self._ended_inside = self._ended_inside, []
+        name = ""
+        with torch._C.DisableTorchFunctionSubclass():
+            for member, version in ended:
+                grad = member.parameter.grad
+                if grad is not None and grad._version != version:
+                    self._are_added_to = True
+                    if type(grad) is PendingGrad and grad.sum_ is member:
+                        name = name or member.name
+        return name
 
     @staticmethod
     def _left(bucket: Bucket, versions: Mapping[int, int]) -> Set[int]:

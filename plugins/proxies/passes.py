@@ -34,6 +34,13 @@ class Watcher(Protocol):
 
 #: none of them is kept alive; with the only thread whose passes each is told of, if there is one
 _watchers: tuple[tuple[ref[Watcher], int | None], ...] = ()
+#: passes inside of others, of all threads: reentrant checkpoints
+_inner: list[None] = []
+
+
+def is_inside_another() -> bool:
+    """Whether the current backward pass is inside of another one."""
+    return bool(_inner)
 
 
 def watch_passes(watcher: Watcher, *, thread: int | None = None) -> Callable[[], None]:
@@ -76,8 +83,14 @@ _NAME = "_engine_run_backward"
 def _watched(run: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(run)
     def call(*args: Any, **kwargs: Any) -> Any:
-        # Inside of another pass, everything from before that one has come.
-        if not _watchers or torch._C._current_graph_task_id() != -1:
+        if torch._C._current_graph_task_id() != -1:
+            # Everything from before the pass around this one has come.
+            _inner.append(None)
+            try:
+                return run(*args, **kwargs)
+            finally:
+                _inner.pop()
+        if not _watchers:
             return run(*args, **kwargs)
         here = get_ident()
         watchers = [

@@ -21,8 +21,10 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
+from torch.utils.checkpoint import checkpoint
 from training import Job, adamw, listening, script, sgd, train
 
+from bytesched.errors import PluginError
 from bytesched.plugins.c10d import ddp as ddps
 from bytesched.plugins.planned import ddp_session
 
@@ -223,6 +225,47 @@ def exception_caught(job: Job, model: Any, optimizer: Any) -> None:
         return job.inputs(step)
 
     train(job, model, optimizer, steps=STEPS, inputs=inputs)
+
+
+class Recomputed(nn.Module):
+    """Its first layer is used in several checkpoints, each of which is a pass of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.times = 2
+
+    def forward(self, x: Tensor) -> Any:
+        x = x.clone().requires_grad_()
+        for _ in range(self.times):
+            x = checkpoint(self.first, x, use_reentrant=True).tanh()
+        return self.last(x)
+
+
+@script(adamw, Recomputed)
+def checkpointed_twice(job: Job, model: Any, optimizer: Any) -> None:
+    """The first of these passes ends the round, and the second one adds to gradients."""
+    train(job, model, optimizer, steps=STEPS)
+
+
+def checkpointed_twice_later(kind: type[Job]) -> str:
+    """What is raised when that begins in the course of the training."""
+    job = kind(wrapped=True)
+    model: Any = job.ddp(Recomputed())
+    optimizer = job.wrap(sgd(model), model)
+    said = ""
+    for step in range(STEPS):
+        model.module.times = 1 if step < 5 else 2
+        optimizer.zero_grad()
+        try:
+            backward(model, job.inputs(step))
+        except PluginError as error:
+            said = f"step {step}: {error}"
+            break
+        optimizer.step()
+    with contextlib.suppress(PluginError):
+        job.close()
+    return said
 
 
 # -- whose gradients -----------------------------------------------------------------------

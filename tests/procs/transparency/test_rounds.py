@@ -86,6 +86,7 @@ ROUNDS = [
     (scripts.accumulated_with, "static"),
     (optimizers.closure,),
     (scripts.exception_caught,),
+    (scripts.checkpointed_twice,),
 ]
 WHOSE = [
     (scripts.frozen_at_wrap,),
@@ -308,6 +309,12 @@ def test_ranks_stay_alike_when_strides_change(two_ranks: Ranks, views: bool) -> 
     )
     assert one == other
     assert ("have got other strides" in reason) == views
+
+
+def test_a_checkpoint_that_adds_to_a_round_that_is_over_is_refused(two_ranks: Ranks) -> None:
+    for text in two_ranks.run(scripts.checkpointed_twice_later, ways.RoundsJob):
+        assert "step 5: 'module.first." in text
+        assert "got another gradient" in text
 
 
 def says(
