@@ -62,7 +62,7 @@ def exact_step_s(name: str, link: Link, setting: Setting) -> float:
     else:
         work = buckets(model, OFF_MB, are_views=True)
     cluster = virtual.Cluster(work, fabric)
-    ended_s = [cluster.iterate((1.0,)) for _ in range(4)]
+    ended_s = [cluster.iterate() for _ in range(4)]
     return ended_s[-1] - ended_s[-2]
 
 

@@ -98,7 +98,7 @@ def test_nothing_beats_the_bound(layers: list[LayerProfile], ranks: int) -> None
 
 
 def test_the_command_shows_all_to_alls(capsys: pytest.CaptureFixture[str]) -> None:
-    assert not sim.main(["--profile", "moe", "--ranks", "2", "--bandwidth", "1gbit"])
+    assert not sim.main(["--profile", "moe", "--ranks", "2", "--rate", "1gbit"])
     text = capsys.readouterr().out
     assert "p95 ms" in text
     assert "yes, bytesched-pieces takes" in text
@@ -109,7 +109,6 @@ def test_the_command_shows_all_to_alls(capsys: pytest.CaptureFixture[str]) -> No
     ("arguments", "message"),
     [
         ("--profile moe --clip", "--clip is not for a profile with layers of experts"),
-        ("--profile moe --jitter 3%", "--jitter is not for a profile"),
         ("--profile moe --cores-per-rank 1", "--cores-per-rank is not for a profile"),
         ("--profile moe --systems fsdp2", "--systems: 'fsdp2'; did you mean ddp"),
         ("--profile gpt --systems idle", "--systems: 'idle'; known: ddp, ddp-best"),
