@@ -22,7 +22,7 @@ from bytesched.run.copies import watch_copies
 from bytesched.run.script import loaded
 from bytesched.run.untuned import watch_steps
 from bytesched.run.watch import noticed_something, watch
-from bytesched.tunable import find_tuner
+from bytesched.tuning.online import find_tuner
 
 CANNOT_START = 2
 

@@ -18,10 +18,10 @@ from bytesched.environment import child_environment
 from bytesched.errors import ConfigError
 from bytesched.parser import CommandParser
 from bytesched.table import aligned
-from bytesched.tunable import find_tuner
 from bytesched.tuning.file import Trial, TuningFile
 from bytesched.tuning.launching import runs_bytesched, under_run
 from bytesched.tuning.memory import Memory, cache_folder
+from bytesched.tuning.online import find_tuner
 
 #: the exit code after a signal is this and its number
 KILLED = 128
