@@ -12,7 +12,7 @@ from bytesched.bench.profile import LayerProfile, Profile, load_profile
 from bytesched.bench.systems import EXCHANGE_SYSTEMS, parse_systems
 from bytesched.commands import sim
 from bytesched.link.fabric import Fabric
-from bytesched.sim.exchanges import FORMS, predict_exchanging
+from bytesched.sim.exchanges import predict_exchanging
 from bytesched.sim.predict import Prediction
 from bytesched.sim.systems import Costs, Model
 
@@ -34,10 +34,6 @@ dense = st.builds(
 def predicted(profile: Profile, systems: str, fabric: Fabric = FABRIC) -> dict[str, Prediction]:
     model = Model(profile, COSTS)
     return {one.label: predict_exchanging(one, model, fabric) for one in parse_systems(systems)}
-
-
-def test_the_systems_of_a_profile_with_experts_have_a_form() -> None:
-    assert tuple(FORMS) == EXCHANGE_SYSTEMS
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
