@@ -21,8 +21,7 @@ from .file import Fingerprint, TuningFile
 from .logbook import Logbook
 from .memory import Memory
 from .search import Search
-from .seed import Link, fit_probes, seed_bytes, seeded_space
-from .space import Limits
+from .space import Limits, Link, fit_probes, seed_bytes, seeded_space
 
 __all__ = ["OnlineTuner", "find_tuner"]
 
