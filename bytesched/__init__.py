@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, TypeVar, overload
 
-from bytesched import tunable
 from bytesched.config import Config
 from bytesched.errors import (
     BackgroundError,
@@ -62,14 +61,6 @@ __all__ = [
 
 logging.getLogger("bytesched").addHandler(logging.NullHandler())
 
-
-def _tuner_of(config: Config) -> tunable.Tuner:
-    from bytesched.tuning.online import tuner_of
-
-    return tuner_of(config)
-
-
-tunable.provide_tuner(_tuner_of)
 
 OptimizerT = TypeVar("OptimizerT")
 WrappedT = TypeVar("WrappedT")

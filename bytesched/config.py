@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Final, TypedDict
+from typing import Any, ClassVar, Final, TypedDict, TypeVar
 
 from bytesched.environment import PREFIX, own_variables, rank_view, set_variables
 from bytesched.errors import ConfigError
@@ -75,60 +75,69 @@ class ConfigFields(TypedDict, total=False):
     log_level: str
 
 
+ValueT = TypeVar("ValueT")
+
+
+def _field(default: ValueT, parse: Callable[[object], ValueT]) -> ValueT:
+    """A field, and what brings the forms that users write to its type."""
+    found: ValueT = dataclasses.field(default=default, metadata={"parse": parse})
+    return found
+
+
 @dataclass(frozen=True)
 class Config:
     """What a user can set. Values are checked and brought to their type on construction."""
 
-    enabled: bool = True
+    enabled: bool = _field(True, parse_flag)
     """Off (`BYTESCHED_ENABLED=0`): the script runs as if `wrap` were not there."""
-    policy: str = "priority"
+    policy: str = _field("priority", parse_name)
     """Which ready chunk goes first. `priority`: what the next forward pass needs first. `fifo`: the
     order of backward. `prophet`: planned as `priority`, with several chunks in a row where earlier
     iterations show that nothing more urgent can come meanwhile."""
-    partition_bytes: int = AUTOMATIC
+    partition_bytes: int = _field(AUTOMATIC, parse_size)
     """Size of the chunks, such as `512KiB` or `1MB`; 0: one that suits most links."""
-    credit_bytes: int = AUTOMATIC
+    credit_bytes: int = _field(AUTOMATIC, parse_size)
     """Of a store: most bytes in flight. Else how far ahead of the link the plan decides. 0: chosen
     together with `partition_bytes`."""
-    compression: str = "none"
+    compression: str = _field("none", one_of("none", "bf16", "fp16"))
     """Of real numbers on the wire: `none`, or `bf16` or `fp16`, like DDP's compression hooks."""
-    cross_barrier: bool = True
+    cross_barrier: bool = _field(True, parse_flag)
     """Off: schedule inside the backward pass, update the whole model in `step()`."""
-    guard: bool = True
+    guard: bool = _field(True, parse_flag)
     """Iterations take turns with plain DDP's, at growing distances, and where bytesched is not
     faster the model is left to DDP; a plan alone (DDP), and not with `tune`. Off: it never is."""
-    split: str = "auto"
+    split: str = _field("auto", one_of("auto", "on", "off"))
     """Send each gradient in two halves, a reduce-scatter and an all-gather, so that norms of all
     gradients wait for half of the bytes: a DDP of two ranks over Gloo on CPUs. `auto`: once both
     ask for norms; `on` or `off`."""
-    hierarchy: str = "auto"
+    hierarchy: str = _field("auto", one_of("auto", "on", "off"))
     """Sum within hosts first and then between them, if hosts have several ranks each (DDP on Gloo).
     `auto`: if a trial on the link shows that it is faster; `on` or `off`."""
-    shard: bool = False
+    shard: bool = _field(False, parse_flag)
     """Each rank updates a part of the model, holds the optimizer's state for that part only, and
     sends the new parameters to the other ranks. For a model in DDP, on Gloo or NCCL."""
-    share: str = ""
+    share: str = _field("", parse_share)
     """Jobs of one machine with the same name here take turns on each device: one computes while
     gradients of the others travel. A name, or a folder in which they meet; empty: no turns."""
-    find_unused_parameters: bool | None = None
+    find_unused_parameters: bool | None = _field(None, parse_optional_flag)
     """Whether parameters may stay out of the loss; None: as given to DDP, or learned at once."""
-    timeout_s: float = 1800.0
+    timeout_s: float = _field(1800.0, parse_timeout)
     """Longest time that anything waits before it raises an error."""
-    timeline: str = ""
+    timeline: str = _field("", parse_path)
     """Folder for one `rank<n>.trace.json` per rank; empty: no trace."""
-    figures: str = ""
+    figures: str = _field("", parse_path)
     """Folder for one `rank<n>.figures.json` per rank: a list with the figures of each model that
     has ended; empty: no files."""
-    tune: bool = False
+    tune: bool = _field(False, parse_flag)
     """Look for the fastest sizes during training, and remember them for this cluster."""
-    tune_steps: int = 150
+    tune_steps: int = _field(150, whole_number(LEAST_TUNE_STEPS, 10**6))
     """Most steps of one search; a new one starts when the cluster has changed for good."""
-    tune_space: str = ""
+    tune_space: str = _field("", parse_text)
     """Where to look, such as `partition_bytes=64KiB..4MiB credit_bytes=..16MiB`; empty: around the
     sizes that suit the link."""
-    tune_file: str = ""
+    tune_file: str = _field("", parse_path)
     """File that remembers the result; empty: one per cluster, in the user's cache folder."""
-    log_level: str = "INFO"
+    log_level: str = _field("INFO", one_of("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"))
     """Level of the logger `bytesched`."""
 
     _origins: ClassVar[Mapping[str, str]] = {}
@@ -244,35 +253,11 @@ def variable(name: str) -> str:
     return PREFIX + name.upper()
 
 
-_PARSERS: dict[str, Callable[[object], object]] = {
-    "enabled": parse_flag,
-    "policy": parse_name,
-    "partition_bytes": parse_size,
-    "credit_bytes": parse_size,
-    "compression": one_of("none", "bf16", "fp16"),
-    "cross_barrier": parse_flag,
-    "guard": parse_flag,
-    "split": one_of("auto", "on", "off"),
-    "hierarchy": one_of("auto", "on", "off"),
-    "shard": parse_flag,
-    "share": parse_share,
-    "find_unused_parameters": parse_optional_flag,
-    "timeout_s": parse_timeout,
-    "timeline": parse_path,
-    "figures": parse_path,
-    "tune": parse_flag,
-    "tune_steps": whole_number(LEAST_TUNE_STEPS, 10**6),
-    "tune_space": parse_text,
-    "tune_file": parse_path,
-    "log_level": one_of("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"),
-}
-
-
-def _checked(name: str, value: object, origin: str = "code") -> object:
+def _checked(name: str, value: object, origin: str = "code") -> Any:
     if name not in FIELDS:
         raise ConfigError(f"there is no field {shown(name)} ({origin}){nearest(name, FIELDS)}")
     try:
-        return _PARSERS[name](value)
+        return FIELDS[name].metadata["parse"](value)
     except ValueError as error:
         raise ConfigError(f"{name} = {shown(value)} ({origin}): {error}") from None
 

@@ -7,11 +7,10 @@ this module and no tuner; a tuner knows this module and no plugin.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from bytesched.config import Config
 from bytesched.errors import ConfigError
 from bytesched.link.sizes import Probe
 from bytesched.policy import policy_names
@@ -24,8 +23,6 @@ __all__ = [
     "Setting",
     "Steps",
     "Tuner",
-    "find_tuner",
-    "provide_tuner",
 ]
 
 #: what a plugin may publish as changeable at run time; the names of `Setting`'s fields
@@ -156,23 +153,3 @@ class Tuner(Protocol):
 
     def close(self) -> None:
         """Training is over, at any moment of the tuning."""
-
-
-_providers: list[Callable[[Config], Tuner]] = []
-
-
-def provide_tuner(provider: Callable[[Config], Tuner]) -> None:
-    """Make ``provider`` the one whose tuners `find_tuner` returns, in place of an earlier one."""
-    _providers[:] = [provider]
-
-
-def find_tuner(config: Config) -> Tuner | None:
-    """The tuner that `config` asks for; None if it asks for none.
-
-    Raises `ConfigError` if there would be nothing to tune, or what tuning needs is missing. Every
-    rank asks, so that they fail together, before the first collective.
-    """
-    if not config.tune or not config.enabled:
-        return None
-    [provider] = _providers
-    return provider(config)

@@ -8,7 +8,7 @@ from typing import Any
 from bytesched.config import Config
 from bytesched.errors import PluginError
 from bytesched.policy import named_policy
-from bytesched.tunable import find_tuner
+from bytesched.tuning.online import find_tuner
 
 from . import registry
 

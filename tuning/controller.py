@@ -19,11 +19,9 @@ from typing import TypeVar
 
 from bytesched.tunable import Setting
 
-from .drift import Drift
 from .file import Trial
-from .guard import Guard
-from .samples import spread, typical_s
 from .search import Search
+from .times import Drift, Guard, spread, typical_s
 
 __all__ = ["Adopted", "Controller", "Drifted", "Pace", "Report", "Turn"]
 

@@ -21,10 +21,9 @@ from .file import Fingerprint, TuningFile
 from .logbook import Logbook
 from .memory import Memory
 from .search import Search
-from .seed import Link, fit_probes, seed_bytes, seeded_space
-from .space import Limits
+from .space import Limits, Link, fit_probes, seed_bytes, seeded_space
 
-__all__ = ["OnlineTuner", "tuner_of"]
+__all__ = ["OnlineTuner", "find_tuner"]
 
 log = logging.getLogger("bytesched")
 
@@ -38,11 +37,14 @@ _MOST_CHUNKS = 20_000
 _WAIT_STEPS = 20
 
 
-def tuner_of(config: Config) -> OnlineTuner:
-    """The tuner that `config` describes.
+def find_tuner(config: Config) -> OnlineTuner | None:
+    """The tuner that `config` asks for; None if it asks for none.
 
-    Raises `ConfigError` if there is nothing to tune, or a package is missing.
+    Raises `ConfigError` if there would be nothing to tune, or what tuning needs is missing. Every
+    rank asks, so that they fail together, before the first collective.
     """
+    if not config.tune or not config.enabled:
+        return None
     missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(

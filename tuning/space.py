@@ -1,4 +1,4 @@
-"""Where to look: every setting that may be tried, on a scale of ratios.
+"""Where to look: every setting that may be tried, on a scale of ratios, around what the link wants.
 
 A finite list. Partitions go in four steps per octave, credit is a whole number of partitions (with
 any other, the last chunk of the window would never be used), so that credit is at least one
@@ -9,18 +9,21 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import combinations, islice
+from statistics import median
 from typing import NamedTuple
 
 from bytesched.config import Config
 from bytesched.errors import ConfigError
+from bytesched.link.bound import partition_seed_bytes
+from bytesched.link.sizes import Probe
 from bytesched.policy import named_policy
-from bytesched.tunable import Setting
+from bytesched.tunable import RunFacts, Setting
 from bytesched.values import nearest, parse_size
 
-__all__ = ["Limits", "Range", "Space"]
+__all__ = ["Limits", "Link", "Range", "Space", "fit_probes", "seed_bytes", "seeded_space"]
 
 #: credit in partitions; with more, what is urgent only waits longer
 WINDOWS = (1, 2, 3, 4, 6, 8, 12, 16)
@@ -230,3 +233,77 @@ def _size(name: str, value: object, text: str = "") -> int:
     if not size and value != 0:
         raise ConfigError(f"{name}={text or value}: a size to be tried is not 0")
     return size
+
+
+# -- from the link and the model -------------------------------------------------------
+
+#: of the CPU time that a chunk costs, the process sees about half; the rest is the kernel's
+_UNSEEN = 2.0
+#: partitions are looked for from the untuned one over this to the larger seed times that
+_BELOW, _ABOVE = 4, 16
+_SMALLEST_BYTES = 32 * 1024
+_LARGEST_BYTES = 64 << 20
+_SEED_WINDOW = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A chunk of n bytes occupies it for ``overhead_s + n / bytes_per_s`` seconds."""
+
+    overhead_s: float
+    bytes_per_s: float
+
+    def seconds(self, nbytes: float) -> float:
+        """How long a chunk occupies it."""
+        return self.overhead_s + nbytes / self.bytes_per_s
+
+    def __str__(self) -> str:
+        return f"{self.bytes_per_s / 1e6:.4g} MB/s, {1e3 * self.overhead_s:.2g} ms per chunk"
+
+
+def fit_probes(probes: Sequence[Probe]) -> Link:
+    """The link as it is when nothing else runs, from at least one probe, by growing size.
+
+    A line through their times, by Theil and Sen: the slope is the median of those between all
+    pairs, which a quarter of wild values does not move.
+    """
+    points = [(probe.nbytes, probe.nbytes / probe.bytes_per_s) for probe in probes]
+    slopes = [
+        (high_s - low_s) / (high - low)
+        for (low, low_s), (high, high_s) in combinations(points, 2)
+        if high > low
+    ]
+    slope = median(slopes) if slopes else 0.0
+    # Two chunks in flight hide their overhead from each other, but not what they cost the cores.
+    least_s = _UNSEEN * probes[0].cpu_s
+    if slope <= 0:
+        # One size, or noise alone: all of the time is the bandwidth's.
+        return Link(least_s, median(probe.bytes_per_s for probe in probes))
+    overhead_s = median(seconds - slope * nbytes for nbytes, seconds in points)
+    return Link(max(overhead_s, least_s), 1 / slope)
+
+
+def seed_bytes(facts: RunFacts, link: Link) -> int:
+    """The partition δ* = sqrt(θBS/(k + 1)) that the bound wants (see bound.py)."""
+    return partition_seed_bytes(
+        total_bytes=facts.model_bytes,
+        overhead_s=link.overhead_s,
+        bytes_per_s=link.bytes_per_s,
+        credit_partitions=_SEED_WINDOW,
+    )
+
+
+def seeded_space(limits: Limits, facts: RunFacts, link: Link) -> Space:
+    """The space around what the link wants and what would hold without a tuner."""
+    centers = (facts.untuned.partition_bytes, seed_bytes(facts, link))
+    # Below what fills the link there are only more chunks.
+    low = max(_power_of_two(facts.untuned.partition_bytes // _BELOW), _SMALLEST_BYTES)
+    high = min(_power_of_two(max(centers) * _ABOVE), _LARGEST_BYTES)
+    # A partition beyond the model is the model.
+    high = min(high, 2 * _power_of_two(facts.model_bytes))
+    return Space(limits.closed(Range(low, max(low, high))))
+
+
+def _power_of_two(number: int) -> int:
+    """The largest one that is not above."""
+    return 1 << (max(number, 1).bit_length() - 1)

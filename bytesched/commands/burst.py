@@ -23,17 +23,22 @@ from bytesched.burst.search import Found, fastest_plan
 from bytesched.errors import ConfigError
 from bytesched.files import write_text
 from bytesched.lab.hosts import parse_rate
-from bytesched.parser import CommandParser
+from bytesched.parser import CommandParser, Option, read_by, within, writable_file
 from bytesched.table import aligned
 
 __all__ = ["main"]
 
-MOST_DEVICES = 64
+#: of one background step: only whole ones count
+STEP_NS = 250_000
 EPILOG = """\
-  bytesched burst plan --profile vgg16 --gpus 8 --amplification 2.0 --bandwidth 100gbit
+  bytesched burst plan --profile vgg16 --gpus 8 --amplification 2.0 --rate 100gbit
   bytesched bench --model vgg --batch 4,8,16,32 --record vgg.json --systems ddp --rounds 1
   bytesched burst plan --profile vgg.json --gpus 8 --json plan.json
 """
+REPLACED = {
+    "--background-us": "a background step takes 250 us",
+    "--bandwidth": "it is --rate",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -41,22 +46,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     options = parser.parse_args(argv)
     try:
-        _check(options)
-        task = _task(options)
+        graph = load_graph(options.profile, batch=options.batch, fixed_share=options.fixed_share)
+        cluster = Cluster(options.gpus, options.rate / 8, options.latency_us / 1e6)
+        task = Task(graph, cluster, options.amplification)
     except ConfigError as error:
         parser.error(str(error))
-    return _plan(options, task)
-
-
-def _plan(options: argparse.Namespace, task: Task) -> int:
     found = fastest_plan(task)
-    step_ns = round(1e3 * options.background_us)
     points = [
         data_parallel(task, task.graph.widths(task.cluster.devices)[-1], "data parallel"),
         *static_partitions(task),
-        burst_point(task, f"burst {options.amplification:g}", found.schedule, step_ns),
+        burst_point(task, f"burst {options.amplification:g}", found.schedule, STEP_NS),
     ]
-    curve = list(burst_curve(task, step_ns)) if options.curve else []
+    curve = list(burst_curve(task, STEP_NS)) if options.curve else []
     print("\n".join(_table(task, found)))
     print("\n".join(_comparison(task, points)))
     if options.json:
@@ -67,34 +68,6 @@ def _plan(options: argparse.Namespace, task: Task) -> int:
         draw_plan(task, found, points, curve, Path(options.png))
         print(f"png: {options.png}")
     return 0
-
-
-def _check(options: argparse.Namespace) -> None:
-    if not 1 <= options.gpus <= MOST_DEVICES:
-        raise ConfigError(f"--gpus {options.gpus}: from 1 to {MOST_DEVICES}")
-    if options.batch < 0:
-        raise ConfigError(f"--batch {options.batch}: at least 0")
-    for name in ("latency_us", "background_us"):
-        value = getattr(options, name)
-        least = 0.0 if name == "latency_us" else 0.001
-        if not least <= value <= 1e6:
-            flag = name.replace("_", "-")
-            raise ConfigError(f"--{flag} {value:g}: from {least:g} to 1000000 microseconds")
-    if not 1 <= options.amplification <= 1e3:
-        raise ConfigError(
-            f"--amplification {options.amplification:g}: from 1, which one device takes, to 1000"
-        )
-    for name in ("json", "png"):
-        path = getattr(options, name)
-        if path and not Path(path).resolve().parent.is_dir():
-            raise ConfigError(f"--{name} {path}: there is no such folder")
-
-
-def _task(options: argparse.Namespace) -> Task:
-    graph = load_graph(options.profile, batch=options.batch, fixed_share=options.fixed_share)
-    bytes_per_s = parse_rate(options.bandwidth) / 8
-    cluster = Cluster(options.gpus, bytes_per_s, options.latency_us / 1e6)
-    return Task(graph, cluster, options.amplification)
 
 
 def _rows(chain: Chain, plan: Plan, depth: int = 0) -> Iterator[tuple[str, str, int]]:
@@ -183,52 +156,41 @@ def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(
         prog="bytesched burst",
         description="Give every layer as many devices as it scales to, and find what is left.",
-    )
-    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
-    plan = verbs.add_parser(
-        "plan",
-        help="the number of devices for every layer",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        replaced=REPLACED,
     )
-    add = plan.add_argument
-    shipped = ", ".join(shipped_graphs())
-    add(
+    parser.add_argument("verb", choices=("plan",), help="the number of devices for every layer")
+    parser.add_argument(
         "--profile",
         nargs="+",
         required=True,
         metavar="PROFILE",
-        help=f"{shipped}, a file with several batch sizes, or files of `bench --record`",
+        help=f"{', '.join(shipped_graphs())}, a file with several batch sizes, or files of "
+        "`bench --record`",
     )
-    add("--gpus", type=int, default=8, metavar="N", help="devices (default %(default)s)")
-    add(
-        "--amplification",
-        type=float,
-        default=2.0,
-        metavar="X",
-        help="device-seconds over those of one device, at most (default %(default)s)",
+    parser.add_options(
+        (
+            Option("--gpus", "N", within(1, 64), 8, "devices (8)"),
+            Option(
+                *("--amplification", "X", within(1.0, 1e3), 2.0),
+                "device-seconds over those of one device, at most (2)",
+            ),
+            Option(
+                "--rate", "RATE", read_by(parse_rate), "100gbit", "each device's link (100gbit)"
+            ),
+            Option("--latency-us", "US", within(0.0, 1e6), 30.0, "of a move (30)"),
+            Option("--batch", "N", within(0, 10**9), 0, "global (default: the largest measured)"),
+            Option(
+                *("--fixed-share", "X", within(0.0, 0.99), 0.2),
+                "of a layer's time that does not shrink with the batch, where only one batch size "
+                "was measured (0.2)",
+            ),
+            Option("--json", "FILE", writable_file, None, "write the plan, for the runtime"),
+            Option("--png", "FILE", writable_file, None, "write a picture of the plan"),
+        )
     )
-    add(
-        "--bandwidth", default="100gbit", metavar="RATE", help="of each device's link (%(default)s)"
+    parser.add_argument(
+        "--curve", action="store_true", help="plan for other amplifications as well"
     )
-    add("--latency-us", type=float, default=30.0, metavar="US", help="of a move (%(default)s)")
-    add("--batch", type=int, default=0, metavar="N", help="global (default: the largest measured)")
-    add(
-        "--fixed-share",
-        type=float,
-        default=0.2,
-        metavar="X",
-        help="of a layer's time that does not shrink with the batch, where only one batch size "
-        "was measured (default %(default)s)",
-    )
-    add(
-        "--background-us",
-        type=float,
-        default=250.0,
-        metavar="US",
-        help="of one background step: only whole ones count (default %(default)s)",
-    )
-    add("--curve", action="store_true", help="plan for other amplifications as well")
-    add("--json", metavar="FILE", help="write the plan, for the runtime")
-    add("--png", metavar="FILE", help="write a picture of the plan")
     return parser

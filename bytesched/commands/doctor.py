@@ -51,7 +51,7 @@ def examine(timeout_s: float) -> list[Check]:
         *checks.network(),
         *checks.emulated_hosts(),
     ]
-    has_horovod = bool(horovod_checks.version())
+    has_horovod = bool(checks.installed("horovod"))
     if has_horovod:
         found += [*horovod_checks.launchers(), *horovod_checks.settings()]
     if any(check.name == "torch" and check.status == "fail" for check in found):

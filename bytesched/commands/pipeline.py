@@ -6,10 +6,11 @@ import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Final
 
 from bytesched.errors import ConfigError, PluginError
 from bytesched.lab.hosts import parse_rate
-from bytesched.parser import CommandParser
+from bytesched.parser import CommandParser, Option, read_by, within, writable_file
 from bytesched.pipeline.chain import load_chain
 from bytesched.pipeline.order import Order
 from bytesched.pipeline.picture import draw
@@ -22,17 +23,22 @@ from bytesched.values import parse_size
 
 __all__ = ["main"]
 
-EPILOG = """\
-  bytesched pipeline plan --profile vgg --ranks 4 --placement v --microbatches 8 \\
+EPILOG: Final = """\
+  bytesched pipeline plan --profile vgg --ranks 4 --placement v --micro-batches 8 \\
       --split-backward --csv order.csv
-  bytesched pipeline plan --forward-ms 1 --backward-ms 2 --activation 4MB --memory 16MB
 """
-MOST_RANKS = 64
-MOST_MICRO_BATCHES = 256
-#: flags that describe stages where there is no profile
-OF_A_STAGE = ("forward_ms", "backward_ms", "activation", "output", "parameters")
+_OF_A_STAGE: Final = "--profile takes a file with a list of stages, which may be alike"
+REPLACED: Final = {
+    "--activation": _OF_A_STAGE,
+    "--backward-ms": _OF_A_STAGE,
+    "--bandwidth": "it is --rate",
+    "--forward-ms": _OF_A_STAGE,
+    "--microbatches": "it is --micro-batches",
+    "--output": _OF_A_STAGE,
+    "--parameters": _OF_A_STAGE,
+}
 #: as many as a search goes through in time
-MOST_ACTIONS = 6000
+MOST_ACTIONS: Final = 6000
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -40,27 +46,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     options = parser.parse_args(argv)
     try:
-        _check(options)
-        chain = _chain(options)
+        chain = load_chain(options.profile)
         pipeline = _pipeline(options, chain)
-        memory_bytes = _size(options.memory, "memory") if options.memory else None
-        if memory_bytes is not None and "activation_bytes" in _missing(pipeline):
-            where = "in a profile that lists stages" if options.profile else "with --activation"
-            raise ConfigError(f"--memory: no stage holds activations: say how much {where}")
+        missing = _missing(pipeline)
+        if options.memory is not None and "activation_bytes" in missing:
+            raise ConfigError(
+                "--memory: no stage holds activations: say how much in a profile that lists stages"
+            )
     except ConfigError as error:
         parser.error(str(error))
     known = dict(_torch_orders(options))
     found = search(
         pipeline,
-        options.microbatches,
-        memory_bytes=memory_bytes,
+        options.micro_batches,
+        memory_bytes=options.memory,
         split_backward=options.split_backward,
         time_limit_s=options.time_limit_s,
         known=[order for order in known.values() if isinstance(order, Order)],
     )
     others = {name: _other(options, chain, order) for name, order in known.items()}
-    print("\n".join(lines(found, others, memory_bytes)))
-    if missing := _missing(pipeline):
+    print("\n".join(lines(found, others, options.memory)))
+    if missing:
         print(f"not known of the stages, and counted as nothing: {', '.join(missing)}")
     try:
         _write(options, found)
@@ -77,65 +83,25 @@ def _write(options: argparse.Namespace, found: Found) -> None:
         print(f"csv: {options.csv}")
     if options.png:
         title = (
-            f"{options.microbatches} micro-batches on {options.ranks} ranks: "
+            f"{options.micro_batches} micro-batches on {options.ranks} ranks: "
             f"{found.timeline.end_s * 1e3:.1f} ms, {found.timeline.bubble_share:.0%} bubbles"
         )
         draw(found.timeline, title, Path(options.png))
         print(f"png: {options.png}")
 
 
-def _check(options: argparse.Namespace) -> None:
-    for name, most in (
-        ("ranks", MOST_RANKS),
-        ("microbatches", MOST_MICRO_BATCHES),
-        ("stages_per_rank", 16),
-        ("replicas", 1 << 20),
-    ):
-        value = getattr(options, name)
-        if not 1 <= value <= most:
-            raise ConfigError(f"--{name.replace('_', '-')} {value}: from 1 to {most}")
-    if not 0.1 <= options.time_limit_s <= 86400:
-        raise ConfigError(f"--time-limit-s {options.time_limit_s:g}: from 0.1 to 86400")
-    if not 0 <= options.latency_us <= 1e6:
-        raise ConfigError(f"--latency-us {options.latency_us:g}: from 0 to 1000000")
-    for name in ("csv", "png"):
-        path = getattr(options, name)
-        if path and not Path(path).resolve().parent.is_dir():
-            raise ConfigError(f"--{name} {path}: there is no such folder")
-        if path and Path(path).is_dir():
-            raise ConfigError(f"--{name} {path}: it is a folder")
-    given = [name for name in OF_A_STAGE if getattr(options, name) is not None]
-    if options.profile and given:
-        flag = given[0].replace("_", "-")
-        raise ConfigError(f"--{flag} beside --profile: the profile says that of its stages")
-    if not options.profile and options.forward_ms is None:
-        raise ConfigError("expected --profile, or --forward-ms and --backward-ms of a stage")
-
-
-def _chain(options: argparse.Namespace) -> tuple[Stage, ...] | None:
-    """The layers of the profile; None: all stages are alike, whatever their number."""
-    if options.profile:
-        return load_chain(options.profile)
-    for name in ("forward_ms", "backward_ms"):
-        value = getattr(options, name)
-        if value is None or not 0 < value <= 1e6:
-            flag = name.replace("_", "-")
-            raise ConfigError(f"--{flag} {value}: of a stage, above 0 and up to 1000000 ms")
-    return None
-
-
-def _pipeline(options: argparse.Namespace, chain: tuple[Stage, ...] | None) -> Pipeline:
+def _pipeline(options: argparse.Namespace, chain: tuple[Stage, ...]) -> Pipeline:
     if options.placement in PLACEMENTS:
         stage_ranks = placed(options.placement, options.ranks, options.stages_per_rank)
     else:
         stage_ranks = read_placement(options.placement, options.ranks)
-    actions = 3 * len(stage_ranks) * options.microbatches
+    actions = 3 * len(stage_ranks) * options.micro_batches
     if actions > MOST_ACTIONS:
         raise ConfigError(
-            f"{len(stage_ranks)} stages and {options.microbatches} micro-batches are {actions} "
+            f"{len(stage_ranks)} stages and {options.micro_batches} micro-batches are {actions} "
             f"actions, more than the {MOST_ACTIONS} that are searched"
         )
-    return _on(stage_ranks, options, chain, len(stage_ranks))
+    return _on(stage_ranks, options, chain)
 
 
 def _missing(pipeline: Pipeline) -> list[str]:
@@ -145,27 +111,11 @@ def _missing(pipeline: Pipeline) -> list[str]:
 
 
 def _on(
-    stage_ranks: tuple[int, ...],
-    options: argparse.Namespace,
-    chain: tuple[Stage, ...] | None,
-    alike: int,
+    stage_ranks: tuple[int, ...], options: argparse.Namespace, chain: tuple[Stage, ...]
 ) -> Pipeline:
-    """The model in as many stages; without a profile, ``alike`` of those that flags describe."""
-    if chain is None:
-        sizes = (_size(getattr(options, name) or "0", name) for name in OF_A_STAGE[2:])
-        half_s = options.backward_ms / 2e3
-        chain = (Stage(options.forward_ms / 1e3, half_s, half_s, *sizes),) * alike
-        if alike % len(stage_ranks):
-            raise ConfigError(f"{alike} stages do not become {len(stage_ranks)} equal ones")
-    link = Link(parse_rate(options.bandwidth) / 8, options.latency_us / 1e6)
+    """The model in as many stages."""
+    link = Link(options.rate / 8, options.latency_us / 1e6)
     return Pipeline(cut(chain, len(stage_ranks)), stage_ranks, link, options.replicas)
-
-
-def _size(text: str, flag: str) -> int:
-    try:
-        return parse_size(text)
-    except ValueError as error:
-        raise ConfigError(f"--{flag} {text}: {error}") from None
 
 
 def _torch_orders(options: argparse.Namespace) -> Iterator[tuple[str, Order | str]]:
@@ -177,7 +127,7 @@ def _torch_orders(options: argparse.Namespace) -> Iterator[tuple[str, Order | st
     for name, placement in SCHEDULES.items():
         per_rank = {"single": 1, "v": 2}.get(placement, max(2, options.stages_per_rank))
         try:
-            yield name, torch_order(name, options.ranks, per_rank, options.microbatches)
+            yield name, torch_order(name, options.ranks, per_rank, options.micro_batches)
         except ImportError:
             yield name, f"{name}: torch is not installed"
         except (ConfigError, PluginError) as error:
@@ -185,13 +135,12 @@ def _torch_orders(options: argparse.Namespace) -> Iterator[tuple[str, Order | st
 
 
 def _other(
-    options: argparse.Namespace, chain: tuple[Stage, ...] | None, order: Order | str
+    options: argparse.Namespace, chain: tuple[Stage, ...], order: Order | str
 ) -> Timeline | str:
     if isinstance(order, str):
         return order
-    alike = options.ranks * options.stages_per_rank
     try:
-        return replay(order, _on(order.stage_ranks, options, chain, alike))
+        return replay(order, _on(order.stage_ranks, options, chain))
     except ConfigError as error:
         return f"no {order.origin.removeprefix('torch' + chr(39) + 's ')}: {error}"
 
@@ -200,43 +149,40 @@ def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(
         prog="bytesched pipeline",
         description="Find an order of work for pipeline parallelism that torch runs as it is.",
-    )
-    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
-    plan = verbs.add_parser(
-        "plan",
-        help="the order that ends first within a memory",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        replaced=REPLACED,
     )
-    add = plan.add_argument
-    add("--profile", metavar="P", help="of `bytesched bench`: a name or file; or one with stages")
-    add("--forward-ms", type=float, metavar="MS", help="of a stage, where there is no profile")
-    add("--backward-ms", type=float, metavar="MS", help="of a stage, likewise")
-    add("--activation", metavar="SIZE", help="what it holds of a micro-batch")
-    add("--output", metavar="SIZE", help="what it hands to the next stage")
-    add("--parameters", metavar="SIZE", help="of its weights")
-    add("--ranks", type=int, default=4, metavar="N", help="(default %(default)s)")
-    add(
-        "--placement",
-        default="v",
-        metavar="HOW",
-        help="v (there and back), interleaved (in rounds), or a JSON file with the rank of each "
-        "stage (default %(default)s)",
+    parser.add_argument("verb", choices=("plan",), help="the order that ends first within a memory")
+    parser.add_argument(
+        "--profile",
+        required=True,
+        metavar="P",
+        help="of `bytesched bench`: a name or file; or one with stages",
     )
-    add("--stages-per-rank", type=int, default=2, metavar="K", help="(default %(default)s)")
-    add("--microbatches", type=int, default=8, metavar="N", help="(default %(default)s)")
-    add("--memory", metavar="SIZE", help="of activations on a rank, at most (default: no limit)")
-    add("--bandwidth", default="10gbit", metavar="RATE", help="of a rank's link (%(default)s)")
-    add("--latency-us", type=float, default=50.0, metavar="US", help="of a message (%(default)s)")
-    add("--replicas", type=int, default=1, metavar="R", help="copies of the pipeline (%(default)s)")
-    add("--split-backward", action="store_true", help="compute gradients of weights later")
-    add("--csv", metavar="FILE", help="write the order, for torch")
-    add("--png", metavar="FILE", help="write a picture of its timeline")
-    add(
-        "--time-limit-s",
-        type=float,
-        default=20.0,
-        metavar="S",
-        help="of the whole search (default %(default)s)",
+    parser.add_options(
+        (
+            Option("--ranks", "N", within(1, 64), 4, "ranks of the pipeline (4)"),
+            Option(
+                *("--placement", "HOW", str, "v"),
+                "v (there and back), interleaved (in rounds), or a JSON file with the rank of each "
+                "stage (v)",
+            ),
+            Option("--stages-per-rank", "K", within(1, 16), 2, "stages on each rank (2)"),
+            Option("--micro-batches", "N", within(1, 256), 8, "of a batch (8)"),
+            Option(
+                *("--memory", "SIZE", read_by(parse_size), None),
+                "of activations on a rank, at most (default: no limit)",
+            ),
+            Option("--rate", "RATE", read_by(parse_rate), "10gbit", "each rank's link (10gbit)"),
+            Option("--latency-us", "US", within(0.0, 1e6), 50.0, "of a message (50)"),
+            Option("--replicas", "R", within(1, 1 << 20), 1, "copies of the pipeline (1)"),
+            Option("--csv", "FILE", writable_file, None, "write the order, for torch"),
+            Option("--png", "FILE", writable_file, None, "write a picture of its timeline"),
+            Option("--time-limit-s", "S", within(0.1, 86400.0), 20.0, "of the whole search (20)"),
+        )
+    )
+    parser.add_argument(
+        "--split-backward", action="store_true", help="compute gradients of weights later"
     )
     return parser

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from bytesched import log
-from bytesched.config import Config, set_on_command_line
+from bytesched.config import FIELDS, Config, set_on_command_line
 from bytesched.environment import rank_view
 from bytesched.errors import ConfigError
 from bytesched.parser import CommandParser
@@ -22,7 +22,7 @@ from bytesched.run.copies import watch_copies
 from bytesched.run.script import loaded
 from bytesched.run.untuned import watch_steps
 from bytesched.run.watch import noticed_something, watch
-from bytesched.tunable import find_tuner
+from bytesched.tuning.online import find_tuner
 
 CANNOT_START = 2
 
@@ -128,16 +128,16 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.set_defaults(settings={}, is_module=False)
-    for option, metavar, line in (
-        ("--policy", "NAME", "which ready chunk goes first: priority, fifo or prophet"),
-        ("--partition-bytes", "SIZE", "size of the chunks, such as 512KiB; 0: chosen"),
-        ("--credit-bytes", "SIZE", "how far ahead of the link chunks are sent; 0: chosen"),
-        ("--share", "NAME", "take turns on each device with other jobs of that name"),
-        ("--timeline", "FOLDER", "write a timeline of each rank there"),
-        ("--figures", "FOLDER", "write the figures of each rank there, at the end"),
-        ("--set", "FIELD=VALUE", "any other setting; may be repeated"),
-    ):
-        parser.add_argument(option, metavar=metavar, action=_Setting, help=line)
+    parser.add_argument(
+        "--set",
+        metavar="FIELD=VALUE",
+        action=_Setting,
+        help="a setting, of those that `bytesched doctor --config` lists; may be repeated. The "
+        "same as --FIELD VALUE, such as --timeline FOLDER or --share NAME",
+    )
+    for name in FIELDS:
+        flag = f"--{name.replace('_', '-')}"
+        parser.add_argument(flag, dest=name, action=_Setting, help=argparse.SUPPRESS)
     parser.add_argument(
         "--off", nargs=0, action=_Setting, help="run the script as it is, to compare"
     )

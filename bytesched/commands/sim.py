@@ -8,54 +8,66 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
-from bytesched.bench.profile import Profile
-from bytesched.commands.sim_options import (
-    check_outputs,
-    climate_of,
-    fabric_of,
-    given_costs,
-    model_of,
-    shared_profiles,
-    sim_parser,
-    systems_of,
-)
+from bytesched.bench.profile import Profile, load_profile, shipped_profiles
+from bytesched.bench.systems import EXCHANGE_SYSTEMS, System, check_option, parse_systems
 from bytesched.environment import rank_view
 from bytesched.errors import ConfigError, PluginError
 from bytesched.files import write_text
 from bytesched.lab.hosts import parse_rate
-from bytesched.link.algorithms import GLOO_RANKS
-from bytesched.sim.curve import AXES, Case, sweep
+from bytesched.link.algorithms import ALGORITHMS, GLOO_RANKS, LIBRARIES
+from bytesched.link.fabric import Cores, Fabric
+from bytesched.parser import CommandParser, Option, read_by, within, writable_file
+from bytesched.policy import named_policy
 from bytesched.sim.measure import Links, Measured, measured
-from bytesched.sim.picture import draw_map, draw_sweep
-from bytesched.sim.systems import Costs
+from bytesched.sim.systems import LAB_COSTS, SYSTEMS, Costs, Model
 from bytesched.sim.table import (
     EXCHANGE_LEGEND,
     LEGEND,
     SHARING_LEGEND,
+    Case,
     predict_sharing,
     rows,
     sharing_rows,
+    verdict,
 )
-from bytesched.sim.verdict import gain, verdict
 from bytesched.table import aligned
+from bytesched.values import one_of, parse_size
 
 __all__ = ["main"]
+
+MOST_RANKS: Final = 4096
+EPILOG: Final = """\
+  bytesched sim --profile gpt --ranks 2,8,64 --rate 10gbit
+  bytesched bench --model my.models:build --record mine.json --systems ddp --rounds 1
+  bytesched sim --profile mine.json --ranks 8,64,1024 --rate 100gbit --latency-us 10
+"""
+_ALIKE: Final = "ranks are alike: one stands for all"
+_SEVERAL: Final = "give several --ranks, and one --rate after the other"
+REPLACED: Final = {
+    "--algorithm": "--backend takes algorithms, too",
+    "--bandwidth": "it is --rate",
+    "--curve": _SEVERAL,
+    "--iterations": "what is predicted is the same in each",
+    "--jitter": _ALIKE,
+    "--png": _SEVERAL,
+    "--straggler": _ALIKE,
+    "--update-gb-per-s": "--measure finds that out",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; 0 when that went well, 1 if a file cannot be written."""
-    parser = sim_parser()
+    parser = _parser()
     options = parser.parse_args(argv)
     try:
-        check_outputs(options)
-        climate, model = climate_of(options), model_of(options)
-        options.sharing = shared_profiles(options, model.profile)
-        systems = systems_of(options, has_experts=bool(model.profile.exchanged_bytes))
-        links = Links(parse_rate(options.bandwidth) / 8, options.latency_us / 1e6, "")
+        model = _model(options)
+        others = _shared_profiles(options, model.profile)
+        systems = _systems(options, has_experts=bool(model.profile.exchanged_bytes))
     except (ConfigError, PluginError) as error:
         parser.error(str(error))
+    links = Links(options.rate / 8, options.latency_us / 1e6, "")
     facts: Measured | None = None
     if options.measure:
         found = measured(rank_view())
@@ -63,21 +75,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         facts, origin = found
         links = Links.of(facts, origin)
-        model = replace(model, costs=given_costs(facts.costs(model.costs), options))
-    cases = [
-        Case(model, fabric_of(options, links, ranks), systems, climate, options.iterations)
-        for ranks in options.ranks
-    ]
+        costs = facts.costs(model.costs)
+        if options.cores_per_rank:
+            costs = replace(costs, cores=Cores(options.cores_per_rank))
+        model = replace(model, costs=costs)
+    cases = [Case(model, _fabric(options, links, ranks), systems) for ranks in options.ranks]
     print("\n".join(_headline(cases[0], links)))
     print()
-    if options.share is not None:
-        predictions = _sharing(cases, options.sharing)
-    elif options.curve:
-        predictions = _curve(cases[0], options)
-    else:
-        predictions = _table(cases)
-        if options.png:
-            draw_map(cases[0], Path(options.png))
+    predictions = _table(cases) if options.share is None else _sharing(cases, others)
     if options.json:
         content = {
             "profile": options.profile,
@@ -88,10 +93,155 @@ def main(argv: Sequence[str] | None = None) -> int:
             "predictions": predictions,
         }
         write_text(Path(options.json), json.dumps(content, indent=1) + "\n")
-    for kind in ("json", "png"):
-        if getattr(options, kind):
-            print(f"{kind}: {getattr(options, kind)}")
+        print(f"json: {options.json}")
     return 0
+
+
+# -- what is asked for -----------------------------------------------------------------
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = CommandParser(
+        prog="bytesched sim",
+        description="Predict the time of an iteration of DDP, FSDP2 and bytesched on a cluster:\n"
+        "the decisions are those of the real code, the links are a model.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        replaced=REPLACED,
+    )
+    positive, profiles = within(1e-9, 1e9), ", ".join(shipped_profiles())
+    parser.add_options(
+        (
+            Option("--profile", "PROFILE", str, "gpt", f"the model: {profiles}, FILE.json"),
+            Option("--ranks", "LIST", _ranks, [2, 8, 64], "numbers of ranks (2,8,64)"),
+            Option("--rate", "RATE", read_by(parse_rate), "10gbit", "each rank's link (10gbit)"),
+            Option("--latency-us", "US", positive, 30.0, "latency of one message (30)"),
+            Option(
+                *("--cores-per-rank", "C", positive, None),
+                "cores that each rank has, 0.5 where two share one (default: enough; with "
+                "--measure those of this machine)",
+            ),
+            Option(
+                *("--cpu-load", "X", within(0.0, 1e9), 0.0),
+                "cores that the model itself keeps busy, 1 where it computes on one (default 0: it "
+                "computes on an accelerator)",
+            ),
+            Option(
+                *("--systems", "LIST", str, None),
+                f"what to predict ({','.join(SYSTEMS)}; of a profile with layers of experts "
+                f"{','.join(EXCHANGE_SYSTEMS)})",
+            ),
+            Option("--compute-scale", "X", positive, 1.0, "a device that is X times as slow"),
+            Option("--json", "FILE", writable_file, None, "write every figure"),
+        )
+    )
+    parser.add_argument(
+        "--backend",
+        choices=[*(name for name in LIBRARIES if name != "auto"), *ALGORITHMS],
+        help="the library, or one algorithm for every all-reduce; nccl: the start of a collective "
+        f"does not hide behind the one before it (default gloo; mpi for more than {GLOO_RANKS} "
+        "ranks)",
+    )
+    parser.add_argument(
+        "--measure",
+        action="store_true",
+        help="take bandwidth and latency, cores and what messages, tensors and bytes cost them "
+        "from the ranks that a launcher has started, or two processes here (half a minute)",
+    )
+    parser.add_argument(
+        "--share",
+        nargs="?",
+        const="",
+        metavar="PROFILES",
+        help="predict jobs that take turns on shared devices: beside that of --profile one like "
+        "it, or one of each of these",
+    )
+    parser.add_argument(
+        "--clip", action="store_true", help="the script clips by the norm of all gradients"
+    )
+    return parser
+
+
+def _ranks(text: str) -> list[int]:
+    return sorted(set(map(within(2, MOST_RANKS), text.split(","))))
+
+
+def _model(options: argparse.Namespace) -> Model:
+    """The profile, with what updates and cores cost. Raises `ConfigError`."""
+    profile = load_profile(options.profile).scaled(options.compute_scale)
+    costs = Costs(update_bytes_per_s=100e9, cpu_load=options.cpu_load)
+    if options.cores_per_rank:
+        costs = replace(
+            LAB_COSTS,
+            update_bytes_per_s=costs.update_bytes_per_s,
+            cpu_load=costs.cpu_load,
+            cores=Cores(options.cores_per_rank),
+        )
+    return Model(profile, costs, clip=options.clip)
+
+
+def _fabric(options: argparse.Namespace, links: Links, ranks: int) -> Fabric:
+    """The network that so many ranks share."""
+    return Fabric(
+        ranks=ranks,
+        bytes_per_s=links.bytes_per_s,
+        latency_s=links.latency_s,
+        algorithm=options.backend or "auto",
+        overlaps=options.backend != "nccl",
+    )
+
+
+def _above_0(text: str) -> None:
+    if not 0 < float(text) < math.inf:
+        raise ValueError(f"{text} is no size")
+
+
+_CHUNKS: Final = {
+    "partition_bytes": parse_size,
+    "credit_bytes": parse_size,
+    "policy": named_policy,
+}
+_CHUNKS_BESIDE_EXPERTS: Final = {
+    "partition_bytes": parse_size,
+    "policy": one_of("priority", "fifo"),
+}
+_BUCKETS: Final = {"bucket_mb": _above_0, "bucket_view": one_of("0", "1")}
+
+
+def _systems(options: argparse.Namespace, *, has_experts: bool) -> tuple[System, ...]:
+    """What is predicted. Raises `ConfigError`."""
+    for name in ("clip", "cores_per_rank") if has_experts else ():
+        if getattr(options, name):
+            raise ConfigError(
+                f"--{name.replace('_', '-')} is not for a profile with layers of experts: its "
+                "ranks clip nothing, and never wait for cores"
+            )
+    known: tuple[str, ...] = EXCHANGE_SYSTEMS if has_experts else SYSTEMS
+    plain = ("ddp-best", "fsdp2", "idle")
+    with_options = tuple(name for name in (*SYSTEMS, *EXCHANGE_SYSTEMS) if name not in plain)
+    systems = parse_systems(options.systems or ",".join(known), known, with_options)
+    chunks = _CHUNKS_BESIDE_EXPERTS if has_experts else _CHUNKS
+    for system in systems:
+        checks: dict[str, Any] = _BUCKETS if system.kind.startswith("ddp") else chunks
+        for name, value in system.options.items():
+            check_option(system.label, name, value, checks)
+    return systems
+
+
+def _shared_profiles(options: argparse.Namespace, first: Profile) -> list[Profile]:
+    """Of the jobs beside the first one. Raises `ConfigError`."""
+    if options.share is None:
+        return []
+    if options.systems:
+        raise ConfigError("--systems is not for --share")
+    names = [name for name in options.share.split(",") if name]
+    profiles = [load_profile(name).scaled(options.compute_scale) for name in names] or [first]
+    if any(profile.exchanged_bytes for profile in (first, *profiles)):
+        raise ConfigError("--share is not for a profile with layers of experts")
+    return profiles
+
+
+# -- what is said ----------------------------------------------------------------------
 
 
 def _finite(content: dict[str, Any]) -> dict[str, Any]:
@@ -127,31 +277,13 @@ def _sharing(cases: Sequence[Case], profiles: Sequence[Profile]) -> list[dict[st
     return [{"ranks": ranks, "jobs": [asdict(job) for job in jobs]} for ranks, jobs in found]
 
 
-def _curve(case: Case, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Print the systems along an axis."""
-    axis = AXES[options.curve]
-    found = sweep(case, axis)
-    titles = (axis.title, *(system.label for system in case.systems), "vs best")
-    lines = [titles]
-    for point, of_point in found:
-        cells = (f"{one.to_optimum:.3f}" for one in of_point)
-        lines.append((f"{point:g}", *cells, f"{gain(of_point):.2f}x"))
-    print("\n".join(aligned(lines, ">" * len(titles))))
-    print("multiples of T*; vs best: how many times as fast as the best of the others ours is")
-    if options.png:
-        draw_sweep(case, axis, found, Path(options.png))
-    return [{"at": point} | one.to_json() for point, of_point in found for one in of_point]
-
-
 def _headline(case: Case, links: Links) -> list[str]:
     model, profile = case.model, case.model.profile
-    spread = case.climate.jitter
     return [
         f"{profile.name}: {profile.nbytes / 1e6:.1f} MB of gradients in "
         f"{len(model.tensors())} tensors, compute {1e3 * profile.compute_s:.1f} ms"
-        f"{', clipped' if model.clip else ''}; {len(case.paces)} iterations"
-        f"{f', jitter {100 * spread:.2g} %' if spread else ''}",
-        f"{_link(case, links)}",
+        f"{', clipped' if model.clip else ''}",
+        _link(case, links),
         f"assumed: an update of {1e3 * model.update_s(profile.nbytes):.1f} ms",
         *_processors(model.costs, links),
     ]
@@ -186,7 +318,7 @@ def _link(case: Case, links: Links) -> str:
 
 
 #: what the algorithm of a fabric is called
-_RUNNING = {
+_RUNNING: Final = {
     "auto": f"ring up to {GLOO_RANKS} ranks as in Gloo, then doubling or halving by size as in MPI",
     "gloo": "ring, which is all that Gloo has",
     "mpi": "doubling or halving by size, as in MPI",

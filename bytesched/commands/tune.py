@@ -18,10 +18,10 @@ from bytesched.environment import child_environment
 from bytesched.errors import ConfigError
 from bytesched.parser import CommandParser
 from bytesched.table import aligned
-from bytesched.tunable import find_tuner
-from bytesched.tuning.file import TuningFile
+from bytesched.tuning.file import Trial, TuningFile
 from bytesched.tuning.launching import runs_bytesched, under_run
 from bytesched.tuning.memory import Memory, cache_folder
+from bytesched.tuning.online import find_tuner
 
 #: the exit code after a signal is this and its number
 KILLED = 128
@@ -38,7 +38,7 @@ bytesched.wrap: it is run by 'bytesched run', where it can be found in the comma
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; its exit code, or 1 if nothing was adopted; 0 if it was ended then."""
+    """Run the command; its exit code, or 1 if nothing was adopted."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     parser = _parser()
     mine, rest = arguments, []
@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     find_tuner(config)
     if not rest:
         parser.error("nothing to run: bytesched tune -- torchrun ... train.py")
-    return _tune(_wrapping(rest), config, stop=options.stop)
+    return _tune(_wrapping(rest), config)
 
 
 def _wrapping(command: list[str]) -> list[str]:
@@ -80,8 +80,8 @@ def _wrapping(command: list[str]) -> list[str]:
     return command
 
 
-def _tune(command: list[str], config: Config, *, stop: bool) -> int:
-    """Runs `command` until it ends, or with `stop` until a setting is adopted."""
+def _tune(command: list[str], config: Config) -> int:
+    """Runs `command` until it ends."""
     folder = cache_folder()
     if config.tune_file:
         folder = _checked(Path(config.tune_file).absolute()).parent
@@ -102,7 +102,7 @@ def _tune(command: list[str], config: Config, *, stop: bool) -> int:
             signal.signal(number, lambda number, _: sys.exit(KILLED + number))
     saved: Path | None = None
     try:
-        code = _run(command, environment, file, config.tune_steps, stop=stop)
+        code = _run(command, environment, file, config.tune_steps)
     finally:
         # Also of a training that was interrupted, which is how many end.
         tuning = _read(file)
@@ -114,7 +114,7 @@ def _tune(command: list[str], config: Config, *, stop: bool) -> int:
         print(_unfinished(tuning, code, saved), file=sys.stderr)
         return code or 1
     _report(tuning, saved)
-    return 0 if stop else code
+    return code
 
 
 def _checked(file: Path) -> Path:
@@ -130,9 +130,7 @@ def _checked(file: Path) -> Path:
     return file
 
 
-def _run(
-    command: list[str], environment: dict[str, str], file: Path, steps: int, *, stop: bool
-) -> int:
+def _run(command: list[str], environment: dict[str, str], file: Path, steps: int) -> int:
     # A group of its own, so that a launcher ends together with its ranks.
     try:
         process = subprocess.Popen(command, env=environment, start_new_session=True)
@@ -150,22 +148,27 @@ def _run(
                 print(f"tune: {tuning.steps} of {steps} steps, {summary(tuning)}", file=sys.stderr)
             if process.returncode is not None:
                 return process.returncode
-            if stop and shown is not None and shown.setting is not None:
-                return 0
     finally:
         _end(process)
 
 
 def summary(tuning: TuningFile) -> str:
     """The trials so far in one line."""
-    tried = [trial for trial in tuning.trials if trial.phase == "search"]
+    tried = sum(trial.phase == "search" for trial in tuning.trials)
+    best, gain_pct = _best(tuning)
+    if best is None:
+        return "measuring the untuned setting"
+    number = f"trial {tried} of about {tried + tuning.more_trials}"
+    return f"{number}, best {best.step_ms:.1f} ms, {gain_pct:.1f} % gained: {best.setting}"
+
+
+def _best(tuning: TuningFile) -> tuple[Trial | None, float]:
+    """The fastest trial so far, and what it gains; of the last comparison, none counts."""
     measured = [t for t in tuning.trials if t.step_ms > 0 and t.phase in ("baseline", "search")]
     if not measured:
-        return "measuring the untuned setting"
+        return None, 0.0
     best = min(measured, key=lambda trial: trial.step_ms)
-    gain = 100 * (1 - best.step_ms / measured[0].step_ms)
-    number = f"trial {len(tried)} of about {len(tried) + tuning.more_trials}"
-    return f"{number}, best {best.step_ms:.1f} ms, {gain:.1f} % gained: {best.setting}"
+    return best, 100 * (1 - best.step_ms / measured[0].step_ms)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -195,11 +198,8 @@ def _unfinished(tuning: TuningFile | None, code: int, saved: Path | None) -> str
             "DistributedDataParallel, Horovod or bytesched.wrap, and with rank 0 on this machine?"
         )
     lines = [f"tune: {ended} before the tuning did, after {tuning.steps} steps"]
-    tried = [trial for trial in tuning.trials if trial.phase in ("baseline", "search")]
-    measured = [trial for trial in tried if trial.step_ms > 0]
-    best = min(measured, key=lambda trial: trial.step_ms, default=None)
-    if best is not None and best.step_ms < measured[0].step_ms:
-        gain_pct = 100 * (1 - best.step_ms / measured[0].step_ms)
+    best, gain_pct = _best(tuning)
+    if best is not None and gain_pct > 0:
         lines.append(
             f"best so far: {best.setting}, {gain_pct:.1f} % gained; not compared in turns yet"
         )
@@ -270,6 +270,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Find partition and credit sizes for this cluster while a training runs.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        replaced={"--stop": "the training goes on under what was adopted"},
     )
     add = parser.add_argument
     add("--save", metavar="FILE", help="keep what is found in FILE, not in the user's cache folder")
@@ -279,7 +280,6 @@ def _parser() -> argparse.ArgumentParser:
         help=f"most steps of a search (at least {LEAST_TUNE_STEPS}; default 150)",
     )
     add("--space", metavar="TEXT", help='where to look, such as "partition_bytes=64KiB..4MiB"')
-    add("--stop", action="store_true", help="end the command when a setting is adopted")
     add("--show", action="store_true", help="list the tunings that are kept, finished or not")
     add("--forget", default="", metavar="NAME", help="remove one of these, or all")
     return parser

@@ -24,6 +24,7 @@ __all__ = [
     "configuration",
     "emulated_hosts",
     "environment",
+    "installed",
     "network",
     "optional_packages",
     "versions",
@@ -59,7 +60,7 @@ def versions() -> list[Check]:
         Check("python", "ok", f"{platform.python_version()} on {platform.platform()}"),
         Check("bytesched", "ok", f"{__version__} in {Path(__file__).parents[1]}"),
     ]
-    found = _version("torch")
+    found = installed("torch")
     oldest = ".".join(map(str, OLDEST_TORCH))
     install = "pip install 'bytesched[torch]'"
     if not found:
@@ -75,7 +76,7 @@ def optional_packages() -> list[Check]:
     """List what the extras would add, with the version or the command that installs it."""
     checks = []
     for package, extra in OPTIONAL.items():
-        found = _version(package)
+        found = installed(package)
         checks.append(
             Check(package, "ok", found)
             if found
@@ -154,7 +155,8 @@ def emulated_hosts() -> list[Check]:
         return [Check("lab", "absent", str(error))]
 
 
-def _version(package: str) -> str:
+def installed(package: str) -> str:
+    """The version of an installed package, or nothing."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

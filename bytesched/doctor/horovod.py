@@ -6,7 +6,6 @@ being a number.
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import re
 import shutil
@@ -25,7 +24,7 @@ from bytesched.environment import (
     is_horovod_number,
 )
 
-__all__ = ["AS_ROOT", "launcher", "launchers", "search_path", "settings", "version"]
+__all__ = ["AS_ROOT", "launcher", "launchers", "search_path", "settings"]
 
 LAUNCHERS = ("horovodrun", "mpirun")
 AS_ROOT = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
@@ -39,14 +38,6 @@ NUMBERS = (
 )
 #: for mpirun to print its version
 TIMEOUT_S = 10.0
-
-
-def version() -> str:
-    """Return the version of the installed Horovod, or nothing."""
-    try:
-        return importlib.metadata.version("horovod")
-    except importlib.metadata.PackageNotFoundError:
-        return ""
 
 
 def search_path() -> str:

@@ -230,31 +230,14 @@ def store_bytes_per_s(link_bytes_per_s: float, *, workers: int, servers: int) ->
     return link_bytes_per_s * min(1.0, servers / workers)
 
 
-def schedule_bound_s(
-    fluid_optimum_s: float,
-    *,
-    chunks: int,
-    overhead_s: float,
-    partition_bytes: float,
-    credit_bytes: float,
-    bytes_per_s: float,
-) -> float:
-    """Seconds that a priority schedule with partitions and credit never exceeds.
-
-    ``T <= T* + theta N + (c + delta) / B``: each of the N chunks costs theta on the link, and an
-    urgent chunk waits behind at most the credit c plus the one partition delta that overdraws it.
-    """
-    _check_bandwidth(bytes_per_s)
-    inversion_s = (credit_bytes + partition_bytes) / bytes_per_s
-    return fluid_optimum_s + overhead_s * chunks + inversion_s
-
-
 def partition_seed_bytes(
     *, total_bytes: float, overhead_s: float, bytes_per_s: float, credit_partitions: float = 1.0
 ) -> int:
-    """The partition size that minimises `schedule_bound_s` for a credit of k partitions.
+    """The partition size with the least bound of a priority schedule, credit being k partitions.
 
-    ``delta = sqrt(theta B S / (k + 1))`` with S the bytes of all gradients; at least one byte.
+    ``T <= T* + theta N + (c + delta) / B``: each of the N chunks costs theta on the link, and an
+    urgent chunk waits behind at most the credit c plus the one partition delta that overdraws it.
+    So ``delta = sqrt(theta B S / (k + 1))`` with S the bytes of all gradients; at least one byte.
     """
     _check_bandwidth(bytes_per_s)
     seed = math.sqrt(overhead_s * bytes_per_s * total_bytes / (credit_partitions + 1.0))

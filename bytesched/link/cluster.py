@@ -1,27 +1,26 @@
-"""A training cluster in virtual time: what every rank computes, issues and waits for.
+"""A training cluster in virtual time: what a rank computes, issues and waits for.
 
-All ranks issue collectives in one order: as they become ready, or as planned of what all have
-measured (plugins/planned/planning.py). So a rank issues one when it has its gradients and has
-issued the one before it, and a collective begins at the maximum over the ranks. That is a
-recurrence of maxima and sums, with one entry for each rank; ranks of one pace share an entry.
+One rank stands for all of them, which are alike. It issues collectives in one order: as they become
+ready, or as planned of what was measured (plugins/planned/planning.py), each when its gradients are
+there and the one before it was issued. That is a recurrence of maxima and sums.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, repeat
+from itertools import accumulate
 from math import inf
 from typing import Final
 
 from bytesched.ahead import CONCURRENT, MEASURED, PATIENCE, ChunkTimes, Link, plan_order
 from bytesched.link.fabric import Fabric
 
-__all__ = ["LEAST_ITERATIONS", "Bundle", "Cluster", "Gather", "Job", "Work"]
+__all__ = ["ITERATIONS", "Bundle", "Cluster", "Gather", "Job", "Work"]
 
-#: in the second half of which a plan has been made twice
-LEAST_ITERATIONS: Final = 16
+#: of a prediction, in the second half of which a plan has been made twice
+ITERATIONS: Final = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +87,7 @@ class Work:
 
 
 class Cluster:
-    """Runs iterations of ``work`` on all ranks of ``fabric``."""
+    """Runs iterations of ``work`` on the ranks of ``fabric``."""
 
     def __init__(self, work: Work, fabric: Fabric) -> None:
         self.work, self.fabric = work, fabric
@@ -97,67 +96,50 @@ class Cluster:
         self.order: Sequence[int] = as_ready
         self._as_ready = as_ready
         self._iteration = 0
-        #: by rank, when its last forward pass has ended
-        self._ended_s: list[float] = []
+        #: when the last forward pass has ended
+        self._ended_s = 0.0
         self._links_free_s = 0.0
         #: the latest measured iteration without a plan, and the latest ones with it
         self._as_ready_s = inf
         self._as_planned_s: deque[float] = deque(maxlen=PATIENCE)
 
-    def iterate(self, pace: Sequence[float]) -> float:
-        """One more iteration; it begins where each rank's last one has ended.
-
-        Args:
-            pace: how many times as long each rank computes; always as many.
-
-        Returns when the last rank has ended its forward pass.
-        """
-        work = self.work
-        began_s = self._ended_s or [0.0] * len(pace)
-        released_s = [
-            [at_s + each * after_s for at_s, each in zip(began_s, pace, strict=True)]
-            for after_s in work.releases_s
-        ]
+    def iterate(self) -> float:
+        """When one more iteration ends, which begins where the last one did."""
+        work, began_s = self.work, self._ended_s
+        released_s = [began_s + after_s for after_s in work.releases_s]
         arrivals_s, busy_s = self._send_all(released_s)
         stepped_s = released_s[0]
         updated_s = [
-            [
-                max(at_s, max((arrivals_s[index] for index in bundle.jobs), default=0.0))
-                + bundle.update_s
-                for at_s in stepped_s
-            ]
+            max(stepped_s, max((arrivals_s[index] for index in bundle.jobs), default=0.0))
+            + bundle.update_s
             for bundle in work.bundles
         ]
-        self._ended_s = self._forward(stepped_s, updated_s, pace)
+        self._ended_s = self._forward(stepped_s, updated_s)
         if work.is_planned and work.policy != "fifo" and self._iteration in MEASURED:
-            ready_s = [max(released_s[job.layer]) for job in work.jobs]
-            self._plan(ready_s, busy_s, max(self._ended_s) - max(began_s))
+            ready_s = [released_s[job.layer] for job in work.jobs]
+            self._plan(ready_s, busy_s, self._ended_s - began_s)
         self._iteration += 1
-        return max(self._ended_s)
+        return self._ended_s
 
-    def _send_all(self, released_s: Sequence[Sequence[float]]) -> tuple[list[float], float]:
+    def _send_all(self, released_s: Sequence[float]) -> tuple[list[float], float]:
         """When each job has arrived, whose gradients are there at these times, by layer.
 
-        And for how long something was under way, on the rank on which that is longest.
+        And for how long something was under way.
         """
         arrivals_s = [0.0] * len(self.work.jobs)
-        issued_s = until_s = [-inf] * len(released_s[0])
-        busy_s = [0.0] * len(issued_s)
+        issued_s = until_s = -inf
+        busy_s = 0.0
         for index in self.order:
             job = self.work.jobs[index]
-            issued_s = list(map(max, issued_s, released_s[job.layer]))
+            issued_s = max(issued_s, released_s[job.layer])
             arrivals_s[index] = arrival_s = self._collective(issued_s, job)
-            since_s = map(max, issued_s, until_s)
-            busy_s = [
-                so_far_s + max(0.0, arrival_s - at_s)
-                for so_far_s, at_s in zip(busy_s, since_s, strict=True)
-            ]
-            until_s = list(map(max, until_s, repeat(arrival_s)))
-        return arrivals_s, max(busy_s)
+            busy_s += max(0.0, arrival_s - max(issued_s, until_s))
+            until_s = max(until_s, arrival_s)
+        return arrivals_s, busy_s
 
-    def _collective(self, issued_s: Iterable[float], sent: Job | Gather) -> float:
-        """When a collective is across that ranks have issued then."""
-        begin_s = max(max(issued_s), self._links_free_s)
+    def _collective(self, issued_s: float, sent: Job | Gather) -> float:
+        """When a collective is across that was issued then."""
+        begin_s = max(issued_s, self._links_free_s)
         self._links_free_s = begin_s + self.fabric.occupied_s(sent.nbytes, sent.share)
         return self._links_free_s + self.fabric.start_up_s(sent.nbytes, sent.share)
 
@@ -186,33 +168,26 @@ class Cluster:
             credit_bytes=max(1, self.work.credit_bytes),
         )
 
-    def _forward(
-        self,
-        stepped_s: Sequence[float],
-        updated_s: Sequence[Sequence[float]],
-        pace: Sequence[float],
-    ) -> list[float]:
-        """When each rank has ended its forward pass."""
+    def _forward(self, stepped_s: float, updated_s: Sequence[float]) -> float:
+        """When the forward pass has ended."""
         work = self.work
-        now_s = list(stepped_s)
-        all_s = list(map(max, *updated_s, stepped_s)) if work.gathers else []
-        issued_s = [-inf] * len(now_s)
-        gathers = list(work.gathers)
+        now_s = stepped_s
+        issued_s = max([stepped_s, *updated_s])
+        gathers = deque(work.gathers)
         waiting: list[tuple[int, float]] = []
 
-        def issue(layer: int, at_s: Sequence[float]) -> None:
+        def issue(layer: int, at_s: float) -> None:
             nonlocal issued_s
             while gathers and gathers[0].issued_at <= layer:
-                gather = gathers.pop(0)
-                issued_s = list(map(max, issued_s, all_s, at_s))
+                gather = gathers.popleft()
+                issued_s = max(issued_s, at_s)
                 waiting.append((gather.layer, self._collective(issued_s, gather)))
 
         issue(-1, stepped_s)
         for layer, forward_s in enumerate(work.forward_s):
             if work.bundle_of[layer] >= 0:
-                now_s = list(map(max, now_s, updated_s[work.bundle_of[layer]]))
-            there_s = max((at_s for first, at_s in waiting if first <= layer), default=-inf)
-            now_s = list(map(max, now_s, repeat(there_s)))
+                now_s = max(now_s, updated_s[work.bundle_of[layer]])
+            now_s = max([now_s, *(at_s for first, at_s in waiting if first <= layer)])
             issue(layer, now_s)
-            now_s = [at_s + each * forward_s for at_s, each in zip(now_s, pace, strict=True)]
+            now_s += forward_s
         return now_s

@@ -6,7 +6,7 @@ One rank stands for all of them: they are alike, and none waits for another's wo
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from heapq import heappop, heappush
 
 from bytesched.bench.profile import LayerProfile
@@ -19,39 +19,32 @@ from bytesched.link.shared import Event, Process, SharedLink
 from bytesched.sim.predict import Prediction, candidates, largest_mb
 from bytesched.sim.systems import Model
 
-__all__ = ["FORMS", "Exchanging", "predict_exchanging"]
+__all__ = ["Exchanging", "predict_exchanging"]
 
 #: collectives of one group that Gloo has under way at a time: its threads
 _GROUP_SLOTS = 2
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Form:
-    """How a system carries all-to-alls."""
-
-    #: behind the gradients that were handed to the same group before, else beside them
-    is_queued: bool = False
-    pieces: int = 1
-
-
-FORMS = {
-    "ddp": Form(is_queued=True),
-    "ddp-own-group": Form(),
-    "bytesched-no-lane": Form(),
-    # Urgent sections hold what goes to stores alone.
-    "bytesched": Form(),
-    "bytesched-pieces": Form(pieces=EXCHANGE_PIECES),
-    "idle": Form(),
-}
-
-
 class Exchanging:
-    """One iteration of ``work`` with the all-to-alls of ``layers``, from backward to backward."""
+    """One iteration of ``work`` with the all-to-alls of ``layers``, from backward to backward.
+
+    Args:
+        is_queued: whether an all-to-all goes behind the gradients that were handed to the same
+            group before, else beside them.
+        pieces: into which it is cut.
+    """
 
     def __init__(
-        self, work: Work, layers: Sequence[LayerProfile], fabric: Fabric, form: Form
+        self,
+        work: Work,
+        layers: Sequence[LayerProfile],
+        fabric: Fabric,
+        *,
+        is_queued: bool,
+        pieces: int,
     ) -> None:
-        self._work, self._layers, self._fabric, self._form = work, layers, fabric, form
+        self._work, self._layers, self._fabric = work, layers, fabric
+        self._is_queued, self._pieces = is_queued, pieces
         self._link = SharedLink()
         #: of the group of gradients: the key of what goes first, a number, seconds, the end
         self._queue: list[tuple[int, int, float, float, Event]] = []
@@ -95,7 +88,7 @@ class Exchanging:
         if not layer.exchange_bytes:
             yield compute_s
             return
-        count = self._form.pieces
+        count = self._pieces
         nbytes = layer.exchange_bytes / count
         dispatched, computed = ([Event() for _ in range(count)] for _ in range(2))
 
@@ -117,7 +110,7 @@ class Exchanging:
         """An all-to-all of so many bytes."""
         fabric, began_s = self._fabric, self._link.now_s
         alone_s = nbytes * (fabric.ranks - 1) / fabric.ranks / fabric.bytes_per_s
-        if self._form.is_queued:
+        if self._is_queued:
             yield self._hand_over(0, alone_s, fabric.latency_s)
         else:
             yield self._link.carry(alone_s)
@@ -159,17 +152,24 @@ class Exchanging:
 
 def predict_exchanging(system: System, model: Model, fabric: Fabric) -> Prediction:
     """What ``system`` takes per iteration, on ranks that are alike, and its all-to-alls."""
-    form = FORMS[system.kind]
+    in_pieces = system.kind == "bytesched-pieces"
     cpu = model.costs.plain if system.kind.startswith("ddp") else model.costs.scheduled
     model = replace(model, costs=replace(model.costs, tensor_s=model.costs.tensor_s + cpu.tensor_s))
     work = _work(system, model, fabric)
-    found = Exchanging(work, model.profile.layers, fabric, form).run()
+    found = Exchanging(
+        work,
+        model.profile.layers,
+        fabric,
+        # Those of bytesched do not wait either: urgent sections hold what goes to stores alone.
+        is_queued=system.kind == "ddp",
+        pieces=EXCHANGE_PIECES if in_pieces else 1,
+    ).run()
     exchanges_s = found.exchanges_s
     return Prediction(
         system=system.label,
         ranks=fabric.ranks,
         iteration_s=found.iteration_s,
-        optimum_s=exchanging_bound_s(model, fabric, in_pieces=form.pieces > 1),
+        optimum_s=exchanging_bound_s(model, fabric, in_pieces=in_pieces),
         calibrated=system.kind != "idle",
         collectives=len(work.jobs) + len(exchanges_s),
         chosen=largest_mb(work),

@@ -94,28 +94,17 @@ class Links:
         )
 
 
-def measured(
-    view: RankView,
-    probes: Probes | None = None,
-    *,
-    hosts: int = _PROCESSES,
-    rate: str | None = None,
-) -> tuple[Measured, str] | None:
+def measured(view: RankView, probes: Probes = Probes()) -> tuple[Measured, str] | None:
     """What the ranks that a launcher has started find, or processes here, and where; collective.
 
     Rank 0 alone gets it, the others None.
 
-    Args:
-        hosts: processes that are started where there is no launcher.
-        rate: of the links between them, which are then emulated hosts.
-
     Raises `BenchError` if a rank fails.
     """
-    probes = probes or Probes()
     with tempfile.TemporaryDirectory(prefix="bytesched-sim-") as folder:
         start = Start(_WORKER, result=str(Path(folder, "result.json")), threads=1)
         if view.launcher == "none":
-            origin = run_all(probes, start, hosts, rate, Path(folder))
+            origin = run_all(probes, start, _PROCESSES, None, Path(folder))
         else:
             origin = run_own(probes, start, view)
         if view.rank:

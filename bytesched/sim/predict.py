@@ -10,7 +10,7 @@ from typing import Any
 
 from bytesched.bench.systems import System
 from bytesched.link.bound import gradients, optimum_s, split_optimum_s
-from bytesched.link.cluster import Cluster, Gather, Job, Work
+from bytesched.link.cluster import ITERATIONS, Cluster, Gather, Job, Work
 from bytesched.link.fabric import Fabric
 from bytesched.sim.systems import (
     BUCKETS_MB,
@@ -62,14 +62,8 @@ def bound_s(model: Model, fabric: Fabric) -> float:
     return bound(gradients(chain), model.profile.compute_s, fabric.gradient_bytes_per_s)
 
 
-def predict(
-    system: System, model: Model, fabric: Fabric, paces: Sequence[Sequence[float]]
-) -> Prediction:
-    """What ``system`` takes per iteration.
-
-    Args:
-        paces: of ranks in each iteration (see `Cluster.iterate`).
-    """
+def predict(system: System, model: Model, fabric: Fabric) -> Prediction:
+    """What ``system`` takes per iteration."""
     costs = model.costs
     cpu = costs.scheduled if system.kind == "bytesched" else costs.plain
     model = replace(model, costs=replace(costs, tensor_s=costs.tensor_s + cpu.tensor_s))
@@ -83,7 +77,7 @@ def predict(
     for build, chosen in candidates(system, fabric):
         work = build(on_cores(model, build(model), fabric))
         cluster = Cluster(work, fabric)
-        ended_s = [cluster.iterate(pace) for pace in paces]
+        ended_s = [cluster.iterate() for _ in range(ITERATIONS)]
         tried.append((_mean_s(ended_s), work, largest_mb(work) if work.is_planned else chosen))
     iteration_s, work, chosen = min(tried, key=lambda one: one[0])
     return Prediction(
@@ -100,8 +94,7 @@ def predict(
 def _mean_s(ended_s: Sequence[float]) -> float:
     """Of the second half."""
     half = len(ended_s) // 2
-    began_s = ended_s[half - 1] if half else 0.0
-    return (ended_s[-1] - began_s) / (len(ended_s) - half)
+    return (ended_s[-1] - ended_s[half - 1]) / (len(ended_s) - half)
 
 
 def on_cores(model: Model, work: Work, fabric: Fabric) -> Model:

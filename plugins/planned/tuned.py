@@ -12,7 +12,8 @@ from typing import Final
 import torch
 
 from bytesched.config import Config
-from bytesched.tunable import Decision, RunFacts, Setting, find_tuner
+from bytesched.tunable import Decision, RunFacts, Setting
+from bytesched.tuning.online import find_tuner
 
 from ..dependency.failures import Failures
 from ..warmup.probing import Probing

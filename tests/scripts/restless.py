@@ -11,7 +11,8 @@ from training import Job
 import bytesched.plugins.wrapping as wrapping
 from bytesched.config import Config
 from bytesched.plugins.planned import tuned
-from bytesched.tunable import Decision, RunFacts, Setting, Steps, Tuner, find_tuner
+from bytesched.tunable import Decision, RunFacts, Setting, Steps, Tuner
+from bytesched.tuning.online import find_tuner
 
 SIZES = (64, 96, 256, 1000, 4096)
 

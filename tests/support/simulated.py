@@ -1,4 +1,4 @@
-"""Work, links and paces at random, for simulated clusters."""
+"""Work and links at random, for simulated clusters."""
 
 from __future__ import annotations
 
@@ -61,11 +61,3 @@ def fabrics(draw: st.DrawFn) -> Fabric:
         delay_s=draw(st.sampled_from((0.0, 1e-3))),
         overlaps=draw(st.booleans()),
     )
-
-
-@st.composite
-def paces(draw: st.DrawFn, ranks: int) -> list[tuple[float, ...]]:
-    """Iterations enough to measure, to plan and to keep to it."""
-    pace = st.tuples(*(st.floats(0.5, 2.0) for _ in range(ranks)))
-    fixed = draw(pace)
-    return [draw(pace) if draw(st.booleans()) else fixed for _ in range(9)]

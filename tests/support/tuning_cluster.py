@@ -15,7 +15,7 @@ from bytesched.link.fabric import Fabric
 from bytesched.link.sizes import Probe, probe_sizes
 from bytesched.sim.systems import Costs, Model, buckets, scheduled
 from bytesched.tunable import KNOBS, Decision, RunFacts, Setting, Steps, Tuner
-from bytesched.tuning import seed
+from bytesched.tuning import space
 from bytesched.tuning.controller import Controller, Turn
 from bytesched.tuning.memory import Memory
 from bytesched.tuning.online import OnlineTuner
@@ -39,7 +39,7 @@ def profile(name: str) -> Profile:
 
 
 @dataclass(frozen=True)
-class Link(seed.Link):
+class Link(space.Link):
     """What carries chunks here: each is across so much later than the next one may begin."""
 
     latency_s: float = 0.0
@@ -62,7 +62,7 @@ def exact_step_s(name: str, link: Link, setting: Setting) -> float:
     else:
         work = buckets(model, OFF_MB, are_views=True)
     cluster = virtual.Cluster(work, fabric)
-    ended_s = [cluster.iterate((1.0,)) for _ in range(4)]
+    ended_s = [cluster.iterate() for _ in range(4)]
     return ended_s[-1] - ended_s[-2]
 
 

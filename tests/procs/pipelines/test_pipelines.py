@@ -5,6 +5,7 @@ What cannot be wrapped is refused on all ranks; what fails in a step is told to 
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -177,9 +178,10 @@ def test_another_schedule_evaluates(when: str, four_ranks: Ranks) -> None:
 def test_torch_runs_a_planned_order_unchanged(
     options: str, four_ranks: Ranks, tmp_path: Path
 ) -> None:
-    path = tmp_path / "order.csv"
-    times = "--forward-ms 1 --backward-ms 2 --ranks 2 --microbatches 4 --time-limit-s 10"
-    assert main(["plan", *times.split(), *options.split(), "--csv", str(path)]) == 0
+    path, profile = tmp_path / "order.csv", tmp_path / "stages.json"
+    profile.write_text(json.dumps({"stages": [{"forward_s": 1e-3, "backward_s": 2e-3}] * 4}))
+    given = f"--profile {profile} --ranks 2 --micro-batches 4 --time-limit-s 10 --csv {path}"
+    assert main(["plan", *given.split(), *options.split()]) == 0
     assert max(four_ranks.run(follows_a_planned_order, str(path))) < 1e-6
 
 

@@ -21,10 +21,10 @@ from torch import nn
 from training import Job, compare, sgd
 
 import bytesched
-from bytesched.tunable import Decision, RunFacts, Steps, find_tuner
+from bytesched.tunable import Decision, RunFacts, Steps
 from bytesched.tuning import file as tunefile
 from bytesched.tuning.file import TuningFile
-from bytesched.tuning.online import OnlineTuner, tuner_of
+from bytesched.tuning.online import OnlineTuner, find_tuner
 
 
 def check(
@@ -139,10 +139,10 @@ def tuned(file: str, steps: int, fields: dict[str, Any]) -> dict[str, Any]:
     module = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
     model = job.ddp(module)
     optimizer = sgd(model, lr=0.01)
-    made = tuner_of
 
     def spying(config: bytesched.Config) -> Spy:
-        tuner = made(config)
+        tuner = find_tuner(config)
+        assert tuner is not None
         tuner.__class__ = Spy
         assert isinstance(tuner, Spy)
         return tuner

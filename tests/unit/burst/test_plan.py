@@ -240,7 +240,7 @@ def test_command_writes_a_plan_that_can_be_read(
 ) -> None:
     pytest.importorskip("matplotlib")
     output = run(
-        f"plan --profile vgg16 --gpus 8 --amplification 2.0 --bandwidth 2400gbit --curve "
+        f"plan --profile vgg16 --gpus 8 --amplification 2.0 --rate 2400gbit --curve "
         f"--json {tmp_path}/plan.json --png {tmp_path}/plan.png",
         capsys,
     )
@@ -330,9 +330,9 @@ def test_what_is_wrong_with_a_profile_is_named(
     [
         ("--profile vgg", "did you mean vgg16"),
         ("--profile vgg16 --gpus 0", "from 1 to 64"),
-        ("--profile vgg16 --amplification 0.9", "from 1,"),
-        ("--profile vgg16 --bandwidth fast", "expected a number and a unit"),
-        ("--profile vgg16 --background-us 0", "from 0.001"),
+        ("--profile vgg16 --amplification 0.9", "from 1 to 1000"),
+        ("--profile vgg16 --rate fast", "expected a number and a unit"),
+        ("--profile vgg16 --background-us 9", "a background step takes 250 us"),
         ("--profile vgg16 --json nowhere/plan.json", "no such folder"),
     ],
 )

@@ -108,10 +108,6 @@ def test_a_run_that_ends_early(
     assert said in capfd.readouterr().err
 
 
-def test_it_can_end_the_run_when_it_is_done() -> None:
-    assert tune("memory.save(DONE); time.sleep(600)", "--stop") == 0
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_what_it_started_ends_with_it_and_what_it_found_stays(
     number: signal.Signals, cache: Path

@@ -9,9 +9,7 @@ import pytest
 from bytesched.bench.profile import load_profile
 from bytesched.bench.systems import parse_systems
 from bytesched.link.bound import gradients, optimum_s
-from bytesched.link.cluster import LEAST_ITERATIONS
 from bytesched.link.fabric import Cores, Fabric
-from bytesched.sim.curve import Climate
 from bytesched.sim.predict import predict
 from bytesched.sim.systems import LAB_COSTS, SYSTEMS, Model
 
@@ -57,8 +55,7 @@ def predicted_ms(system: str, hosts: int, name: str, optimum_ms: float) -> float
         delay_s=START_UP_S[hosts],
     )
     [one] = parse_systems(system, SYSTEMS)
-    calm = Climate().paces(hosts, LEAST_ITERATIONS)
-    return 1e3 * predict(one, model, fabric, calm).iteration_s
+    return 1e3 * predict(one, model, fabric).iteration_s
 
 
 @pytest.mark.parametrize("row", MEASURED_MS, ids=lambda row: f"{row[1]}-{row[0]}")

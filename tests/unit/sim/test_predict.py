@@ -24,8 +24,7 @@ def on(cores: float, load: float = 0.0, *, profile: Profile | None = None) -> Mo
 
 
 def predicted(model: Model, systems: str = "ddp,ddp-best,fsdp2,bytesched") -> list[Prediction]:
-    calm = [[1.0]] * 2
-    return [predict(one, model, FABRIC, calm) for one in parse_systems(systems, SYSTEMS)]
+    return [predict(one, model, FABRIC) for one in parse_systems(systems, SYSTEMS)]
 
 
 def test_cores_enough_are_as_good_as_any_number() -> None:
@@ -92,7 +91,7 @@ def test_with_fewer_cores_no_iteration_is_shorter(
             return sharded(model, 4) if system == "fsdp2" else scheduled(model, fabric, {})
 
         work = build(on_cores(model, build(model), fabric))
-        return Cluster(work, fabric).iterate([1.0])
+        return Cluster(work, fabric).iterate()
 
     fewer, more = sorted((one, other))
     assert ended_s(fewer) >= ended_s(more) * (1 - 1e-9)
@@ -102,6 +101,6 @@ def test_gloo_has_no_reduce_scatter() -> None:
     model = on(float("inf"))
     gloo, native = sharded(model, 4, by_gloo=True), sharded(model, 4)
     assert gloo.nbytes == pytest.approx(1.75 * native.nbytes)
-    ended_s = Cluster(gloo, FABRIC).iterate([1.0])
+    ended_s = Cluster(gloo, FABRIC).iterate()
     carried_s = 1.75 * model.profile.nbytes / FABRIC.gradient_bytes_per_s
     assert ended_s >= model.profile.compute_s + carried_s

@@ -9,9 +9,9 @@ import pytest
 from bytesched.bench.profile import LayerProfile, Profile, load_profile
 from bytesched.bench.systems import parse_systems
 from bytesched.link.fabric import Fabric
-from bytesched.sim.curve import Case, Climate
 from bytesched.sim.predict import bound_s
 from bytesched.sim.systems import SYSTEMS, Costs, Model, buckets, scheduled, sharded
+from bytesched.sim.table import Case
 
 FABRIC = Fabric(ranks=4, bytes_per_s=1e8, latency_s=1e-4)
 
@@ -82,6 +82,6 @@ def test_buckets_are_cut_into_chunks_alike_and_ready_together() -> None:
 @pytest.mark.parametrize("clip", [False, True])
 def test_no_system_is_faster_than_the_bound(clip: bool) -> None:
     systems = parse_systems("ddp-best,fsdp2,bytesched" if clip else "ddp,bytesched", SYSTEMS)
-    case = Case(model("vgg", clip=clip), FABRIC, systems, Climate(), 1)
+    case = Case(model("vgg", clip=clip), FABRIC, systems)
     for one in case.predictions():
         assert one.iteration_s >= bound_s(case.model, case.fabric) * (1 - 1e-12)

@@ -8,18 +8,14 @@ import pytest
 
 from bytesched.bench.profile import load_profile
 from bytesched.link.fabric import Cores, Fabric
-from bytesched.sim.curve import Case, Climate
 from bytesched.sim.predict import Prediction
 from bytesched.sim.systems import Costs, Model
-from bytesched.sim.table import rows
-from bytesched.sim.verdict import gain, verdict
+from bytesched.sim.table import Case, gain, rows, verdict
 
 CASE = Case(
     Model(load_profile("gpt"), Costs(update_bytes_per_s=1e9)),
     Fabric(ranks=2, bytes_per_s=1.2e8, latency_s=1e-4),
     (),
-    Climate(),
-    1,
 )
 
 

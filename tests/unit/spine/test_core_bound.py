@@ -10,9 +10,23 @@ from hypothesis import strategies as st
 
 from bytesched.ahead import ChunkTimes, Link, gate_times, plan_order
 from bytesched.bench.profile import load_profile
-from bytesched.link.bound import Layer, gradients, optimum_s, schedule_bound_s
+from bytesched.link.bound import Layer, gradients, optimum_s
 
 BYTES_PER_S = 1000.0
+
+
+def schedule_bound_s(
+    fluid_optimum_s: float,
+    *,
+    chunks: int,
+    overhead_s: float,
+    partition_bytes: float,
+    credit_bytes: float,
+    bytes_per_s: float,
+) -> float:
+    """Seconds that a priority schedule with partitions and credit never exceeds (see bound.py)."""
+    inversion_s = (credit_bytes + partition_bytes) / bytes_per_s
+    return fluid_optimum_s + overhead_s * chunks + inversion_s
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import stat
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -45,35 +46,31 @@ def test_the_old_content_shows_until_the_new_is_whole(tmp_path: Path) -> None:
     assert path.read_text() == "new"
 
 
-def test_a_link_is_replaced_and_what_it_shows_stays(tmp_path: Path) -> None:
-    precious = tmp_path / "precious"
-    precious.write_text("precious")
+@pytest.fixture
+def precious(tmp_path: Path) -> Iterator[Path]:
+    """A file that links show, and which nothing changes."""
+    file = tmp_path / "precious"
+    file.write_text("precious")
+    yield file
+    assert file.read_text() == "precious"
+
+
+@pytest.mark.parametrize("name", ["a.json", ".a.json.new"])
+def test_a_link_is_not_written_through(name: str, precious: Path, tmp_path: Path) -> None:
+    (tmp_path / name).symlink_to(precious)
     path = tmp_path / "a.json"
-    path.symlink_to(precious)
     write_text(path, "new")
-    assert precious.read_text() == "precious"
     assert not path.is_symlink()
     assert path.read_text() == "new"
 
 
-def test_links_under_the_names_of_other_writers_are_not_written_through(tmp_path: Path) -> None:
-    precious = tmp_path / "precious"
-    precious.write_text("precious")
-    (tmp_path / ".a.json.new").symlink_to(precious)
-    write_text(tmp_path / "a.json", "new")
-    assert precious.read_text() == "precious"
-
-
 def test_a_link_under_the_very_name_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    precious: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    precious = tmp_path / "precious"
-    precious.write_text("precious")
     monkeypatch.setattr(os, "urandom", bytes)
     (tmp_path / f".a.json.{bytes(8).hex()}.new").symlink_to(precious)
     with pytest.raises(FileExistsError):
         write_text(tmp_path / "a.json", "new")
-    assert precious.read_text() == "precious"
 
 
 def test_the_mode_stays(tmp_path: Path) -> None:
@@ -125,10 +122,7 @@ def test_one_at_a_time_holds_a_lock(tmp_path: Path) -> None:
         pass
 
 
-def test_a_link_is_no_lock(tmp_path: Path) -> None:
-    precious = tmp_path / "precious"
-    precious.write_text("precious")
+def test_a_link_is_no_lock(precious: Path, tmp_path: Path) -> None:
     (tmp_path / "lock").symlink_to(precious)
     with pytest.raises(OSError, match="lock"), locked(tmp_path / "lock", 0.0):
         pass
-    assert precious.read_text() == "precious"

@@ -11,9 +11,9 @@ from tuning_cluster import BlindSearch, Cluster, Link, exact_step_s
 from bytesched.tunable import Setting
 from bytesched.tuning.controller import Adopted, Controller, Drifted, Pace, Report, Turn
 from bytesched.tuning.file import Trial
-from bytesched.tuning.samples import spread, typical_s
 from bytesched.tuning.search import Search
 from bytesched.tuning.space import Limits, Range, Space
+from bytesched.tuning.times import spread, typical_s
 
 MIB = 1 << 20
 SPACE = Space(Limits(Range(256 << 10, 8 * MIB), Range(0, 32 * MIB)))

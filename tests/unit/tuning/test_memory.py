@@ -19,7 +19,7 @@ from paths import SUPPORT
 from tuning_files import DONE, FINGERPRINT, RUNNING, TUNED, UNTUNED
 
 from bytesched.tuning.file import TuningFile
-from bytesched.tuning.memory import Memory, cache_folder
+from bytesched.tuning.memory import Memory
 
 
 def test_it_is_found_again(tmp_path: Path) -> None:
@@ -124,42 +124,32 @@ def test_many_files_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize(
-    "content",
-    ["", "{", "[]", "null", "\x00\x01", "[" * 100_000, '{"format": "another"}', "\ud800"],
+    ("content", "said"),
+    [
+        *((content, "no valid JSON") for content in ("", "{", "\x00\x01", "[" * 100_000)),
+        *((content, "not the memory") for content in ("[]", "null", '{"format": "another"}')),
+        ("\ud800", "can't decode"),
+        (None, "not a regular file"),
+    ],
 )
 def test_a_foreign_file_is_named_and_left_alone(
-    content: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    content: str | None, said: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """A pipe is not waited for."""
     path = tmp_path / "mine.json"
-    path.write_bytes(content.encode("utf-8", "surrogatepass"))
-    before = path.read_bytes()
+    if content is None:
+        os.mkfifo(path)
+    else:
+        path.write_bytes(content.encode("utf-8", "surrogatepass"))
     memory = Memory(path)
     assert memory.find(FINGERPRINT) == (None, [])
     assert memory.save(DONE) is None
-    assert path.read_bytes() == before
-    assert str(path) in caplog.text
-
-
-def test_a_pipe_is_named_and_not_waited_for(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    path = tmp_path / "mine.json"
-    os.mkfifo(path)
-    memory = Memory(path)
-    assert memory.find(FINGERPRINT) == (None, [])
-    assert memory.save(DONE) is None
-    assert f"{path} is ignored: not a regular file" in caplog.text
-    assert f"{path} is left alone: not a regular file" in caplog.text
-
-
-def test_a_planted_link_is_not_written_through(tmp_path: Path) -> None:
-    precious = tmp_path / "precious"
-    precious.write_text("precious")
-    path = tmp_path / "mine.json"
-    for name in (".mine.json.new", ".mine.json.lock"):
-        (tmp_path / name).symlink_to(precious)
-    Memory(path).save(DONE)
-    assert precious.read_text() == "precious"
+    if content is not None:
+        assert path.read_bytes() == content.encode("utf-8", "surrogatepass")
+    for what in ("is ignored", "is left alone"):
+        assert any(
+            line.startswith(f"tuning: {path} {what}: ") and said in line for line in caplog.messages
+        )
 
 
 def test_a_damaged_file_of_the_cache_is_replaced(
@@ -219,11 +209,6 @@ def test_the_same_complaint_is_made_once(tmp_path: Path, caplog: pytest.LogCaptu
         memory.find(FINGERPRINT)
     assert len(caplog.records) == 1
     assert caplog.records[0].levelno == logging.WARNING
-
-
-def test_the_cache_is_the_users(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert cache_folder() == tmp_path / "bytesched" / "tuning"
 
 
 _WRITER = """

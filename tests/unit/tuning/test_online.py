@@ -17,9 +17,9 @@ from tuning_cluster import Cluster, Link, exact_step_s, train, tuner_on
 
 from bytesched.config import Config
 from bytesched.errors import ConfigError
-from bytesched.tunable import Decision, Setting, Steps, find_tuner
+from bytesched.tunable import Decision, Setting, Steps
 from bytesched.tuning.memory import Memory
-from bytesched.tuning.online import OnlineTuner, tuner_of
+from bytesched.tuning.online import OnlineTuner, find_tuner
 from bytesched.tuning.space import Limits, Range
 
 MIB = 1 << 20
@@ -321,7 +321,7 @@ def test_nothing_to_tune_is_said_at_once() -> None:
 def test_a_missing_package_is_named_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bytesched.tuning.online._NEEDED", ("numpy", "no_such_package"))
     with pytest.raises(ConfigError, match=r"no_such_package.*pip install 'bytesched\[tune\]'"):
-        tuner_of(Config(tune=True))
+        find_tuner(Config(tune=True))
 
 
 def test_what_was_untuned_is_known_wherever_the_search_looked(tmp_path: Path) -> None:

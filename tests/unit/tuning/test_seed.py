@@ -11,8 +11,7 @@ from tuning_cluster import Cluster
 
 from bytesched.link.sizes import Probe
 from bytesched.tunable import Setting
-from bytesched.tuning.seed import Link, fit_probes, seed_bytes, seeded_space
-from bytesched.tuning.space import Limits, Range
+from bytesched.tuning.space import Limits, Link, Range, fit_probes, seed_bytes, seeded_space
 
 KIB = 1024
 MIB = 1 << 20
