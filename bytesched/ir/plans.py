@@ -9,11 +9,9 @@ from bytesched.burst.cost import Task as BurstTask
 from bytesched.burst.graph import Chain
 from bytesched.burst.graph import Layer as BurstLayer
 from bytesched.errors import ConfigError
-from bytesched.ir.layers import Layer
-from bytesched.ir.program import Operator, Program
-from bytesched.ir.schedule import order, place
+from bytesched.ir.program import Layer, Operator, Program
 from bytesched.ir.training import training
-from bytesched.ir.transform import split
+from bytesched.ir.transform import order, place, split
 from bytesched.pipeline.order import Order
 
 __all__ = ["burst", "data_parallel", "pipelined", "tensor_parallel"]

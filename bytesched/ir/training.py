@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 from bytesched.errors import ConfigError
-from bytesched.ir.layers import Layer
 from bytesched.ir.pieces import Piece, Share, Tensor
-from bytesched.ir.program import Operator, Phase, Program
+from bytesched.ir.program import Layer, Operator, Phase, Program
 
 __all__ = ["training"]
+
+_PHASES: dict[str, tuple[Phase, ...]] = {"B": ("B",), "IW": ("I", "W")}
 
 
 def training(layers: Sequence[Layer], backward: Literal["B", "IW"] = "B") -> Program:
@@ -38,70 +39,41 @@ def training(layers: Sequence[Layer], backward: Literal["B", "IW"] = "B") -> Pro
                 )
             readers[name].append(layer.name)
         readers[layer.name] = []
-    operators = [_forward(layer) for layer in layers]
+    operators = [each for layer in layers for each in _operators(layer, ("F",), readers)]
     for layer in reversed(layers):
-        operators += [_backward(layer, phase, readers) for phase in _PHASES[backward]]
-    operators += [_update(layer) for layer in layers if layer.parameter_bytes]
+        operators += _operators(layer, _PHASES[backward], readers)
+    for layer in layers:
+        if layer.parameter_bytes:
+            operators += _operators(layer, ("U",), readers)
     return Program({layer.name: layer for layer in layers}, tuple(operators))
 
 
-_PHASES: dict[str, tuple[Phase, ...]] = {"B": ("B",), "IW": ("I", "W")}
-#: of the seconds of a backward
-_TIME_SHARE: dict[Phase, float] = {"B": 1.0, "I": 0.5, "W": 0.5}
-
-
-def _output(name: str) -> Piece:
-    return Piece(Tensor(name, "output"))
-
-
-def _weights(layer: Layer) -> tuple[Piece, ...]:
-    return (Piece(Tensor(layer.name, "weight")),) if layer.parameter_bytes else ()
-
-
-def _gradients(pieces: Sequence[Piece]) -> tuple[Piece, ...]:
-    return tuple(Piece(piece.tensor.gradient) for piece in pieces)
-
-
-def _forward(layer: Layer) -> Operator:
-    inputs = tuple(map(_output, layer.inputs))
-    return Operator(
-        f"{layer.name}.F",
-        layer.name,
-        "F",
-        layer.forward_s,
-        (*inputs, *_weights(layer)),
-        (_output(layer.name),),
-        layer.workspace_bytes,
-    )
-
-
-def _backward(layer: Layer, phase: Phase, readers: dict[str, list[str]]) -> Operator:
-    inputs = tuple(map(_output, layer.inputs))
-    own = (_output(layer.name),)
-    writes: tuple[Piece, ...] = ()
-    if phase in ("B", "I"):
-        writes += tuple(
-            Piece(
-                Tensor(name, "output", True),
-                summand=Share(readers[name].index(layer.name), len(readers[name])),
-            )
-            for name in layer.inputs
+def _operators(
+    layer: Layer, phases: Sequence[Phase], readers: dict[str, list[str]]
+) -> Iterator[Operator]:
+    """Of one layer; ``readers`` are by the layer that they read."""
+    weights = (Piece(Tensor(layer.name, "weight")),) if layer.parameter_bytes else ()
+    weight_gradients = tuple(Piece(weight.tensor.gradient) for weight in weights)
+    inputs = tuple(Piece(Tensor(name, "output")) for name in layer.inputs)
+    input_gradients = tuple(
+        Piece(
+            Tensor(name, "output", True),
+            summand=Share(readers[name].index(layer.name), len(readers[name])),
         )
-    if phase in ("B", "W"):
-        writes += _gradients(_weights(layer))
-    return Operator(
-        f"{layer.name}.{phase}",
-        layer.name,
-        phase,
-        layer.backward_s * _TIME_SHARE[phase],
-        # The loss is the layer's own: nobody gives its gradient.
-        (*inputs, *_weights(layer), *(_gradients(own) if readers[layer.name] else own)),
-        writes,
-        layer.workspace_bytes,
+        for name in layer.inputs
     )
-
-
-def _update(layer: Layer) -> Operator:
-    weights = _weights(layer)
-    reads = (*_gradients(weights), *weights)
-    return Operator(f"{layer.name}.U", layer.name, "U", 0.0, reads, ())
+    # The loss is the layer's own: nobody gives its gradient.
+    output = Tensor(layer.name, "output")
+    given = Piece(output.gradient if readers[layer.name] else output)
+    reads = (*inputs, *weights)
+    of_phase: dict[Phase, tuple[float, tuple[Piece, ...], tuple[Piece, ...]]] = {
+        "F": (layer.forward_s, reads, (Piece(output),)),
+        "B": (layer.backward_s, (*reads, given), input_gradients + weight_gradients),
+        "I": (layer.backward_s / 2, (*reads, given), input_gradients),
+        "W": (layer.backward_s / 2, (*reads, given), weight_gradients),
+        "U": (0.0, (*weight_gradients, *weights), ()),
+    }
+    for phase in phases:
+        workspace_bytes = 0 if phase == "U" else layer.workspace_bytes
+        name = f"{layer.name}.{phase}"
+        yield Operator(name, layer.name, phase, *of_phase[phase], workspace_bytes)

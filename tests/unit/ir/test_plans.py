@@ -25,14 +25,13 @@ from bytesched.burst.graph import load_graph, shipped_graphs
 from bytesched.burst.search import fastest_plan
 from bytesched.errors import ConfigError
 from bytesched.ir.check import MemoryLimitError, check
-from bytesched.ir.layers import Layer
 from bytesched.ir.lower import comm_tasks, gradient_groups, pipeline_order, tensor_plan
 from bytesched.ir.plans import burst, data_parallel, pipelined, tensor_parallel
 from bytesched.ir.preserve import preserve
+from bytesched.ir.program import Layer
 from bytesched.ir.replay import Link
-from bytesched.ir.schedule import grid, order, place
 from bytesched.ir.training import training
-from bytesched.ir.transform import split
+from bytesched.ir.transform import grid, order, place, split
 from bytesched.pipeline.order import Order
 
 
