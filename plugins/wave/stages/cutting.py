@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import logging
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from time import perf_counter
 from typing import Final
 
 import torch
 from torch import Tensor, nn
+
+from bytesched.pipeline.stages import partition
 
 from ...burst.record import timed
 from ...routes.groups.group import Group
@@ -22,28 +23,6 @@ _PROBE_BYTES: Final = 4 * 2**20
 _CROSSINGS: Final = 3
 #: passes of each layer that are timed
 _REPEATS: Final = 2
-
-
-def balanced(layers: int, stages: int, cost: Callable[[int, int], float]) -> list[int]:
-    """The bounds of ``stages`` runs of layers, ``stages + 1`` of them, none of the runs empty.
-
-    The largest ``cost(start, stop)`` of a run is the least that any cut has.
-    """
-    # best[stop]: of the first `stop` layers in so many stages, the largest cost and the last cut
-    best: list[tuple[float, int]] = [(0.0, 0)] + [(math.inf, 0)] * layers
-    cuts: list[list[int]] = []
-    for _ in range(stages):
-        following = [(math.inf, 0)] * (layers + 1)
-        for stop in range(1, layers + 1):
-            following[stop] = min(
-                (max(best[start][0], cost(start, stop)), start) for start in range(stop)
-            )
-        cuts.append([start for _, start in following])
-        best = following
-    bounds = [layers]
-    for starts in reversed(cuts):
-        bounds.append(starts[bounds[-1]])
-    return bounds[::-1]
 
 
 def layer_times_s(layers: Sequence[nn.Module], inputs: Tensor) -> list[float]:
@@ -78,7 +57,7 @@ def cut(group: Group, model: nn.Sequential, inputs: Tensor) -> list[int]:
         sent_s = _CROSSINGS * sum(sizes[start:stop]) / bytes_per_s
         return max(sum(times_s[start:stop]), sent_s)
 
-    bounds = torch.tensor(balanced(len(layers), group.size, cost))
+    bounds = torch.tensor(partition(len(layers), group.size, cost))
     group.broadcast([bounds], task="the cut of the model")
     if group.rank == 0:
         log.info("%d layers in %d stages, cut at %s", len(layers), group.size, bounds.tolist())

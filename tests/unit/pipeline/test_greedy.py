@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bytesched.pipeline.greedy import greedy
+from bytesched.pipeline.inputs import placed
 from bytesched.pipeline.order import Order
-from bytesched.pipeline.placement import placed
 from bytesched.pipeline.replay import replay
 from bytesched.pipeline.solver import Budget
 from bytesched.pipeline.stages import Link, Pipeline, Stage

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from bytesched.errors import ConfigError
+from bytesched.pipeline.inputs import placed
 from bytesched.pipeline.order import Order
-from bytesched.pipeline.placement import placed
 from bytesched.pipeline.replay import replay
 from bytesched.pipeline.search import search
 from bytesched.pipeline.solver import cp_model

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from bytesched.pipeline.picture import draw
 from bytesched.pipeline.replay import Timeline, replay
+from bytesched.pipeline.report import draw, lines
 from bytesched.pipeline.search import search
 from bytesched.pipeline.stages import Link, Pipeline, Stage
-from bytesched.pipeline.table import lines
 from bytesched.plugins.pipelines.orders import torch_order
 
 PIPELINE = Pipeline((Stage(0.001, 0.001, 0.001, 1024, 50, 100),) * 2, (0, 1), Link(1e5), 2)
