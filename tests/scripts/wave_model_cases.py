@@ -21,8 +21,8 @@ from wave_cases import CLASSES, WIDTH, batch_of
 
 from bytesched.errors import BytesschedError, SchedulerClosed, TransportError
 from bytesched.plugins.wave import ModelWaves
-from bytesched.plugins.wave.stages.routes import Cargo, Route
-from bytesched.plugins.wave.stages.traffic import Traffic
+from bytesched.plugins.wave.routes import Cargo, Route
+from bytesched.plugins.wave.traffic import Traffic
 
 STEPS = 4
 #: some steps have larger gradients

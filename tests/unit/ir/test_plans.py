@@ -26,11 +26,10 @@ from bytesched.burst.search import fastest_plan
 from bytesched.errors import ConfigError
 from bytesched.ir.check import MemoryLimitError, check
 from bytesched.ir.lower import comm_tasks, gradient_groups, pipeline_order, tensor_plan
-from bytesched.ir.plans import burst, data_parallel, pipelined, tensor_parallel
+from bytesched.ir.plans import burst, data_parallel, pipelined, tensor_parallel, training
 from bytesched.ir.preserve import preserve
 from bytesched.ir.program import Layer
 from bytesched.ir.replay import Link
-from bytesched.ir.training import training
 from bytesched.ir.transform import grid, order, place, split
 from bytesched.pipeline.order import Order
 

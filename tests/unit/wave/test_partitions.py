@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from bytesched.plugins.wave.stages.cutting import layer_times_s
-from bytesched.plugins.wave.stages.routes import Cargo, sends, source, visits
-from bytesched.plugins.wave.stages.stage import Stage
+from bytesched.plugins.wave.cutting import layer_times_s
+from bytesched.plugins.wave.routes import Cargo, sends, source, visits
+from bytesched.plugins.wave.stage import Stage
 
 
 def test_measuring_layers_changes_nothing() -> None:

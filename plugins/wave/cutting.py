@@ -1,4 +1,4 @@
-"""Where a chain of layers is cut: into stages of which the longest one is as short as it can be."""
+"""Which chains of layers can be cut, and where: the longest stage is as short as it can be."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from typing import Final
 import torch
 from torch import Tensor, nn
 
+from bytesched.errors import PluginError
 from bytesched.pipeline.stages import partition
 
-from ...burst.record import timed
-from ...routes.groups.group import Group
+from ..burst.record import timed
+from ..c10d.grouping import has_groups
+from ..routes.groups.group import Group
 
 log = logging.getLogger("bytesched")
 
@@ -23,6 +25,46 @@ _PROBE_BYTES: Final = 4 * 2**20
 _CROSSINGS: Final = 3
 #: passes of each layer that are timed
 _REPEATS: Final = 2
+
+
+def refuse_uncuttable(model: nn.Sequential, optimizer: torch.optim.Optimizer, ranks: int) -> None:
+    """Raises PluginError for a chain that cannot travel in stages."""
+    if not isinstance(model, nn.Sequential) or len(model) < ranks:
+        raise PluginError(
+            f"the model is cut into {ranks} stages: it has to be an nn.Sequential of at least "
+            "so many layers"
+        )
+    if has_groups(model, {}):
+        raise PluginError(
+            "layers of the model have a data_parallel_group: waves have no groups of ranks"
+        )
+    elsewhere = {str(p.device) for p in model.parameters() if p.device.type != "cpu"}
+    if elsewhere:
+        raise PluginError(
+            f"the model is on {', '.join(sorted(elsewhere))}: stages travel between hosts' "
+            "memories over Gloo, so it has to be on the CPU"
+        )
+    held = {id(parameter) for parameter in model.parameters()}
+    strangers = [
+        tuple(parameter.shape)
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if id(parameter) not in held
+    ]
+    if strangers:
+        raise PluginError(
+            f"the optimizer has {len(strangers)} parameters that the model has not, of shapes "
+            f"{strangers}: nothing would update them; give them an optimizer of their own"
+        )
+    seen: dict[int, str] = {}
+    for name, layer in model._modules.items():
+        assert layer is not None
+        for parameter in layer.parameters():
+            other = seen.setdefault(id(parameter), name)
+            if other != name:
+                raise PluginError(
+                    f"layers {other} and {name} share a parameter, and may be in different stages"
+                )
 
 
 def layer_times_s(layers: Sequence[nn.Module], inputs: Tensor) -> list[float]:
