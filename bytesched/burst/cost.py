@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from bytesched.burst.graph import Chain, Layer, ModelGraph
+from bytesched.burst.graph import Branches, Chain, Layer, ModelGraph
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,85 +175,74 @@ class _Timeline:
         self._device_ns = 0
 
     def run(self, plan: Plan) -> Schedule:
-        chain = self._task.graph.chain
-        turn_ns = now_ns = self._chain(chain, plan, None, 0, 0, backward=False)
+        steps = _steps(self._task.graph.chain, plan, None, 0)
+        now_ns = 0
+        for step in steps:
+            now_ns, _ = self._item(*step, now_ns, backward=False)
         link_free_ns = now_ns
-        for index in reversed(range(len(plan))):
-            source = plan[index - 1].end if index else None
-            sample_bytes = chain[index - 1].output_bytes if index else 0
-            one, placed = chain[index : index + 1], plan[index : index + 1]
-            began_ns = now_ns
-            now_ns = self._chain(one, placed, source, sample_bytes, began_ns, backward=True)
-            link_free_ns = max(link_free_ns, now_ns) + self._link_ns(
-                one, placed, source, sample_bytes
-            )
-        assert turn_ns <= now_ns
+        for step in reversed(steps):
+            now_ns, link_ns = self._item(*step, now_ns, backward=True)
+            link_free_ns = max(link_free_ns, now_ns) + link_ns
         time_ns = max(now_ns, link_free_ns)
         return Schedule(time_ns, now_ns, self._device_ns, tuple(self._spans))
 
-    def _chain(
+    def _item(
         self,
-        chain: Chain,
-        plan: Plan,
+        item: Layer | Branches,
+        placed: Place | PlacedBranches,
         source: Place | None,
         sample_bytes: int,
         now_ns: int,
         *,
         backward: bool,
-    ) -> int:
-        """When a chain that begins at `now_ns` is done; `source` has what it reads."""
-        steps = []
-        for item, placed in zip(chain, plan, strict=True):
-            steps.append((item, placed, source, sample_bytes))
-            source, sample_bytes = placed.end, item.output_bytes
-        for item, placed, before, nbytes in reversed(steps) if backward else steps:
-            if isinstance(item, Layer):
-                assert isinstance(placed, Place)
-                now_ns = self._layer(item, placed, before, nbytes, now_ns, backward=backward)
-                continue
-            assert isinstance(placed, PlacedBranches)
-            assert before is not None
-            ends_ns: dict[int, int] = {}
-            branches = list(zip(item.branches, placed.branches, placed.lanes, strict=True))
-            for branch, places, lane in reversed(branches) if backward else branches:
-                start_ns = ends_ns.get(lane, now_ns)
-                last = places[-1].end if places else before
-                last_bytes = branch[-1].output_bytes if branch else nbytes
-                if backward:
-                    start_ns = self._move(last_bytes, last, placed.join, start_ns)
-                end_ns = self._chain(branch, places, before, nbytes, start_ns, backward=backward)
-                if not backward:
-                    end_ns = self._move(last_bytes, last, placed.join, end_ns)
-                ends_ns[lane] = end_ns
-            now_ns = max(ends_ns.values())
-        return now_ns
+    ) -> tuple[int, int]:
+        """When an item that begins at `now_ns` is done; `source` has what it reads.
 
-    def _layer(
-        self,
-        layer: Layer,
-        place: Place,
-        source: Place | None,
-        sample_bytes: int,
-        now_ns: int,
-        *,
-        backward: bool,
-    ) -> int:
-        if source is not None and not backward:
-            now_ns = self._move(sample_bytes, source, place, now_ns)
-        samples = self._batch // place.width
-        curve = layer.backward if backward else layer.forward
-        end_ns = now_ns + curve.ns(samples)
-        kind = "backward" if backward else "forward"
-        self._take(place.devices, now_ns, end_ns, layer.name, kind)
-        if source is not None and backward:
-            end_ns = self._move(sample_bytes, source, place, end_ns)
-        return end_ns
+        And what its gradients, and its moves in one direction, take of the busiest link.
+        """
+        if isinstance(item, Layer):
+            assert isinstance(placed, Place)
+            curve, kind = (item.backward, "backward") if backward else (item.forward, "forward")
+            took_ns = curve.ns(self._batch // placed.width)
+            move_ns = 0
+            if source is not None and not backward:
+                move_ns = self._move(sample_bytes, source, placed, now_ns)
+                now_ns += move_ns
+            self._take(placed.devices, now_ns, now_ns + took_ns, item.name, kind)
+            now_ns += took_ns
+            if source is not None and backward:
+                move_ns = self._move(sample_bytes, source, placed, now_ns)
+                now_ns += move_ns
+            return now_ns, move_ns + self._task.cluster.gradients_ns(item, placed.width)
+        assert isinstance(placed, PlacedBranches)
+        assert source is not None
+        #: of each lane, when it is free, and what its link has to carry
+        lanes: dict[int, tuple[int, int]] = {}
+        branches = list(zip(item.branches, placed.branches, placed.lanes, strict=True))
+        for branch, places, lane in reversed(branches) if backward else branches:
+            at_ns, link_ns = lanes.get(lane, (now_ns, 0))
+            steps = _steps(branch, places, source, sample_bytes)
+            last = places[-1].end if places else source
+            last_bytes = branch[-1].output_bytes if branch else sample_bytes
+            if backward:
+                move_ns = self._move(last_bytes, last, placed.join, at_ns)
+                at_ns += move_ns
+            for step in reversed(steps) if backward else steps:
+                at_ns, its_ns = self._item(*step, at_ns, backward=backward)
+                link_ns += its_ns
+            if not backward:
+                move_ns = self._move(last_bytes, last, placed.join, at_ns)
+                at_ns += move_ns
+            lanes[lane] = at_ns, link_ns + move_ns
+        ends_ns, links_ns = zip(*lanes.values(), strict=True)
+        return max(ends_ns), max(links_ns)
 
     def _move(self, sample_bytes: int, source: Place, target: Place, now_ns: int) -> int:
-        end_ns = now_ns + self._task.cluster.move_ns(self._batch, sample_bytes, source, target)
+        """How long a move takes that begins at ``now_ns``."""
+        took_ns = self._task.cluster.move_ns(self._batch, sample_bytes, source, target)
         wider = max(source, target, key=lambda place: place.width)
-        self._take(wider.devices, now_ns, end_ns, "move", "move")
-        return end_ns
+        self._take(wider.devices, now_ns, now_ns + took_ns, "move", "move")
+        return took_ns
 
     def _take(
         self, devices: Sequence[int], start_ns: int, end_ns: int, name: str, kind: str
@@ -262,30 +251,14 @@ class _Timeline:
         if end_ns > start_ns:
             self._spans += [Span(device, start_ns, end_ns, name, kind) for device in devices]
 
-    def _link_ns(self, chain: Chain, plan: Plan, source: Place | None, sample_bytes: int) -> int:
-        """What the gradients of a chain, and its moves in backward, take of the busiest link."""
-        cluster, batch = self._task.cluster, self._batch
-        total_ns = 0
-        for item, placed in zip(chain, plan, strict=True):
-            if isinstance(item, Layer):
-                assert isinstance(placed, Place)
-                total_ns += cluster.gradients_ns(item, placed.width)
-                if source is not None:
-                    total_ns += cluster.move_ns(batch, sample_bytes, source, placed)
-            else:
-                assert isinstance(placed, PlacedBranches)
-                assert source is not None
-                lanes_ns: dict[int, int] = {}
-                for branch, places, lane in zip(
-                    item.branches, placed.branches, placed.lanes, strict=True
-                ):
-                    last = places[-1].end if places else source
-                    last_bytes = branch[-1].output_bytes if branch else sample_bytes
-                    lanes_ns[lane] = (
-                        lanes_ns.get(lane, 0)
-                        + self._link_ns(branch, places, source, sample_bytes)
-                        + cluster.move_ns(batch, last_bytes, last, placed.join)
-                    )
-                total_ns += max(lanes_ns.values())
-            source, sample_bytes = placed.end, item.output_bytes
-        return total_ns
+
+_Step = tuple[Layer | Branches, Place | PlacedBranches, Place | None, int]
+
+
+def _steps(chain: Chain, plan: Plan, source: Place | None, sample_bytes: int) -> list[_Step]:
+    """Items with their places, where what they read is, and its bytes per sample."""
+    steps: list[_Step] = []
+    for item, placed in zip(chain, plan, strict=True):
+        steps.append((item, placed, source, sample_bytes))
+        source, sample_bytes = placed.end, item.output_bytes
+    return steps

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from bytesched.bench.profile import Profile, parse_profile, profiles_in, read_profile
 from bytesched.errors import ConfigError
+from bytesched.records import from_json
 
 SHIPPED_FOLDER = Path(__file__).parent / "profiles"
 
@@ -203,72 +205,80 @@ def _recorded(profiles: Sequence[Profile], fixed_share: float) -> ModelGraph:
     return ModelGraph(first.name, first.description, ordered[-1].batch, tuple(layers), assumed)
 
 
+@dataclass(frozen=True)
+class _Item:
+    """A layer as a file has it, with a time for each batch size; or branches."""
+
+    output_bytes: int
+    name: str | None = None
+    forward_ms: tuple[float, ...] = ()
+    backward_ms: tuple[float, ...] = ()
+    parameter_bytes: int = 0
+    branches: tuple[tuple[_Item, ...], ...] | None = None
+    #: for people
+    flops: object = None
+
+
+@dataclass(frozen=True)
+class _Model:
+    batches: tuple[int, ...]
+    layers: tuple[_Item, ...]
+    name: str
+    description: str = ""
+
+
 def _parse_graph(content: dict[str, Any], origin: str, fixed_share: float) -> ModelGraph:
-    batches = content["batches"]
-    if not (
-        isinstance(batches, list)
-        and batches
-        and all(type(size) is int and size > 0 for size in batches)
-        and batches == sorted(set(batches))
-    ):
-        raise ConfigError(f"profile {origin}: batches is {batches!r}, expected growing sizes")
-    chain = _parse_chain(content.get("layers"), batches, fixed_share, f"profile {origin}")
-    if not chain or not isinstance(chain[0], Layer):
-        raise ConfigError(f"profile {origin}: a model begins with a layer")
-    return ModelGraph(
-        str(content.get("name", Path(origin).stem)),
-        str(content.get("description", "")),
-        batches[-1],
-        chain,
-        _assumed(batches, fixed_share),
-    )
+    known = {field.name for field in fields(_Model)}
+    its = {"name": Path(origin).stem, **{k: v for k, v in content.items() if k in known}}
+    try:
+        model = from_json(_Model, json.dumps(its))
+        batches = model.batches
+        if not batches or batches[0] < 1 or list(batches) != sorted(set(batches)):
+            raise ValueError(f"batches is {list(batches)}, expected growing sizes")
+        chain = _chain(model.layers, batches, fixed_share, "the model")
+        if not chain:
+            raise ValueError("a model begins with a layer")
+    except ValueError as error:
+        text = str(error).replace(_Model.__name__, "it")
+        raise ConfigError(f"profile {origin}: {text}") from None
+    assumed = _assumed(batches, fixed_share)
+    return ModelGraph(model.name, model.description, batches[-1], chain, assumed)
 
 
-def _parse_chain(content: object, batches: Sequence[int], fixed_share: float, where: str) -> Chain:
-    if not isinstance(content, list):
-        raise ConfigError(f"{where}: expected a list of layers, found {content!r}")
-    return tuple(
-        _parse_item(item, batches, fixed_share, f"{where}, layer {index}")
-        for index, item in enumerate(content)
-    )
-
-
-def _parse_item(content: object, batches: Sequence[int], fixed_share: float, where: str) -> Item:
-    if not isinstance(content, dict):
-        raise ConfigError(f"{where}: expected an object, found {content!r}")
-    name = str(content.get("name", where.rpartition(" ")[2]))
-    output_bytes = _count(content, "output_bytes", where)
-    if "branches" not in content:
-        forward, backward = (
-            _parse_curve(content.get(f"{kind}_ms"), batches, fixed_share, f"{where}, {kind}_ms")
-            for kind in ("forward", "backward")
-        )
-        parameter_bytes = _count(content, "parameter_bytes", where)
-        return Layer(name, forward, backward, parameter_bytes, output_bytes)
-    if not isinstance(content["branches"], list) or not content["branches"]:
-        raise ConfigError(f"{where}: expected a list of branches")
-    branches = tuple(
-        _parse_chain(branch, batches, fixed_share, f"{where}, branch {index}")
-        for index, branch in enumerate(content["branches"])
-    )
-    for index, branch in enumerate(branches):
-        if branch and not isinstance(branch[0], Layer):
-            raise ConfigError(f"{where}, branch {index}: a branch begins with a layer")
-    return Branches(name, branches, output_bytes)
-
-
-def _parse_curve(content: object, batches: Sequence[int], fixed_share: float, where: str) -> Curve:
-    if not isinstance(content, list) or len(content) != len(batches):
-        raise ConfigError(f"{where}: expected a time for each of {len(batches)} batch sizes")
-    for value in content:
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e9:
-            raise ConfigError(f"{where}: {value!r} is no time in milliseconds")
-    times_ns = (round(1e6 * value) for value in content)
-    return _curve(tuple(zip(batches, times_ns, strict=True)), fixed_share)
-
-
-def _count(content: dict[str, Any], field: str, where: str) -> int:
-    value = content.get(field)
-    if type(value) is not int or value < 0:
-        raise ConfigError(f"{where}: {field} is {value!r}, expected a number of bytes")
-    return value
+def _chain(items: Sequence[_Item], batches: Sequence[int], fixed_share: float, where: str) -> Chain:
+    """Raises ``ValueError`` for what cannot be planned."""
+    chain: list[Item] = []
+    for number, item in enumerate(items):
+        name = str(number) if item.name is None else item.name
+        here = f"{where}, layer {name}"
+        if min(item.output_bytes, item.parameter_bytes) < 0:
+            raise ValueError(f"{here}: output_bytes and parameter_bytes: expected 0 or more")
+        if item.branches is None:
+            of_layer = item.forward_ms, item.backward_ms
+            if not all(
+                len(times_ms) == len(batches) and all(0 <= ms < 1e9 for ms in times_ms)
+                for times_ms in of_layer
+            ):
+                raise ValueError(
+                    f"{here}: forward_ms and backward_ms: expected a time in milliseconds for each "
+                    f"of {len(batches)} batch sizes"
+                )
+            forward, backward = (
+                _curve(
+                    tuple((b, round(1e6 * ms)) for b, ms in zip(batches, times_ms, strict=True)),
+                    fixed_share,
+                )
+                for times_ms in of_layer
+            )
+            chain.append(Layer(name, forward, backward, item.parameter_bytes, item.output_bytes))
+        elif not chain:
+            raise ValueError(f"{where} begins with branches: it begins with a layer")
+        elif not item.branches:
+            raise ValueError(f"{here}: expected a list of branches")
+        else:
+            branches = tuple(
+                _chain(branch, batches, fixed_share, f"{here}, branch {index}")
+                for index, branch in enumerate(item.branches)
+            )
+            chain.append(Branches(name, branches, item.output_bytes))
+    return tuple(chain)

@@ -1,22 +1,88 @@
-"""Plans by other names: data and tensor parallel, pipelines from an order, and bursts."""
+"""One training iteration as a program; data and tensor parallel, pipelines and bursts of it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Literal
 
 from bytesched.burst.cost import Place, Plan
 from bytesched.burst.cost import Task as BurstTask
 from bytesched.burst.graph import Chain
 from bytesched.burst.graph import Layer as BurstLayer
 from bytesched.errors import ConfigError
-from bytesched.ir.layers import Layer
-from bytesched.ir.program import Operator, Program
-from bytesched.ir.schedule import order, place
-from bytesched.ir.training import training
-from bytesched.ir.transform import split
+from bytesched.ir.pieces import Piece, Share, Tensor
+from bytesched.ir.program import Layer, Operator, Phase, Program
+from bytesched.ir.transform import order, place, split
 from bytesched.pipeline.order import Order
 
-__all__ = ["burst", "data_parallel", "pipelined", "tensor_parallel"]
+__all__ = ["burst", "data_parallel", "pipelined", "tensor_parallel", "training"]
+
+_PHASES: dict[str, tuple[Phase, ...]] = {"B": ("B",), "IW": ("I", "W")}
+
+
+def training(layers: Sequence[Layer], backward: Literal["B", "IW"] = "B") -> Program:
+    """One training iteration of a model.
+
+    A backward reads the inputs of its forward and the gradient of its output, and writes gradients
+    of inputs (``I`` does) and of weights (``W`` does). Each reader of an output writes one summand
+    of its gradient.
+
+    Args:
+        layers: in an order in which each one follows its inputs; those that no layer reads compute
+            the loss.
+        backward: whether backward is one operator, or two.
+
+    Raises `ConfigError` if layers have one name, or read what no layer before them gives.
+    """
+    readers: dict[str, list[str]] = {}
+    for layer in layers:
+        if layer.name in readers:
+            raise ConfigError(f"there are two layers {layer.name!r}; names tell them apart")
+        for name in layer.inputs:
+            if name not in readers:
+                raise ConfigError(
+                    f"layer {layer.name!r} reads {name!r}, which no layer before it gives"
+                )
+            readers[name].append(layer.name)
+        readers[layer.name] = []
+    operators = [each for layer in layers for each in _operators(layer, ("F",), readers)]
+    for layer in reversed(layers):
+        operators += _operators(layer, _PHASES[backward], readers)
+    for layer in layers:
+        if layer.parameter_bytes:
+            operators += _operators(layer, ("U",), readers)
+    return Program({layer.name: layer for layer in layers}, tuple(operators))
+
+
+def _operators(
+    layer: Layer, phases: Sequence[Phase], readers: dict[str, list[str]]
+) -> Iterator[Operator]:
+    """Of one layer; ``readers`` are by the layer that they read."""
+    weights = (Piece(Tensor(layer.name, "weight")),) if layer.parameter_bytes else ()
+    weight_gradients = tuple(Piece(weight.tensor.gradient) for weight in weights)
+    inputs = tuple(Piece(Tensor(name, "output")) for name in layer.inputs)
+    input_gradients = tuple(
+        Piece(
+            Tensor(name, "output", True),
+            summand=Share(readers[name].index(layer.name), len(readers[name])),
+        )
+        for name in layer.inputs
+    )
+    # The loss is the layer's own: nobody gives its gradient.
+    output = Tensor(layer.name, "output")
+    given = Piece(output.gradient if readers[layer.name] else output)
+    reads = (*inputs, *weights)
+    of_phase: dict[Phase, tuple[float, tuple[Piece, ...], tuple[Piece, ...]]] = {
+        "F": (layer.forward_s, reads, (Piece(output),)),
+        "B": (layer.backward_s, (*reads, given), input_gradients + weight_gradients),
+        "I": (layer.backward_s / 2, (*reads, given), input_gradients),
+        "W": (layer.backward_s / 2, (*reads, given), weight_gradients),
+        "U": (0.0, (*weight_gradients, *weights), ()),
+    }
+    for phase in phases:
+        workspace_bytes = 0 if phase == "U" else layer.workspace_bytes
+        name = f"{layer.name}.{phase}"
+        yield Operator(name, layer.name, phase, *of_phase[phase], workspace_bytes)
 
 
 def data_parallel(program: Program, ways: int, label: str = "dp") -> Program:
@@ -43,7 +109,7 @@ def pipelined(
     """Stages on ranks, in an order; each rank of it stands for ``copies`` of data parallel.
 
     Args:
-        program: of `bytesched.ir.training.training`, with the backward that the order has.
+        program: of `training`, with the backward that the order has.
         stages: the layers of each, together all.
         by: rank r of it is the ranks ``r * copies`` and those after it.
 

@@ -1,4 +1,4 @@
-"""Programs: operators, the communication between them, and each rank's order."""
+"""Layers of a model, and programs: operators, communication between them, each rank's order."""
 
 from __future__ import annotations
 
@@ -8,10 +8,31 @@ from functools import cached_property
 from typing import Literal, NamedTuple
 
 from bytesched.errors import ConfigError
-from bytesched.ir.layers import Layer
 from bytesched.ir.pieces import Piece, Share
 
-__all__ = ["Held", "Lane", "Operator", "Part", "Phase", "Program", "Transfer"]
+__all__ = ["WAYS", "Held", "Lane", "Layer", "Operator", "Part", "Phase", "Program", "Transfer"]
+
+#: how layers are split; see `bytesched.ir.transform`
+WAYS = frozenset({"batch", "micro", "column", "row", "feature", "copy"})
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer of a model, before anything is split."""
+
+    name: str
+    #: names of the layers whose outputs it reads
+    inputs: tuple[str, ...] = ()
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    #: of the global batch
+    output_bytes: int = 0
+    parameter_bytes: int = 0
+    #: what an operator of it needs while it runs, beside what it reads and writes
+    workspace_bytes: int = 0
+    #: how it may be split without other results; see `bytesched.ir.transform`
+    ways: frozenset[str] = WAYS
+
 
 #: forward, backward or its halves (gradients of inputs, of weights), update; and what `preserve`
 #: inserts on one rank, which takes no time: a part of a piece, and pieces put together

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from bytesched.errors import ConfigError
 from bytesched.pipeline.order import Action, Kind
 
-__all__ = ["Link", "Pipeline", "Stage", "cut"]
+__all__ = ["Link", "Pipeline", "Stage", "cut", "partition"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,41 +118,45 @@ class Pipeline:
         )
 
 
-def cut(chain: Sequence[Stage], stages: int) -> tuple[Stage, ...]:
-    """The chain in ``stages`` contiguous parts, so that the slowest part is as fast as it can be.
+def partition(size: int, parts: int, cost: Callable[[int, int], float]) -> list[int]:
+    """The bounds of ``parts`` runs of ``size`` things, ``parts + 1`` of them, no run empty.
 
-    Of equal cuts it takes the one with the least sum of squares. Raises ``ConfigError`` if there
-    are fewer links in the chain than parts.
+    The largest ``cost(start, stop)`` of a run is the least that any cut has; of equal cuts it is
+    one with a small sum of squares.
     """
-    if len(chain) < stages:
-        raise ConfigError(f"{len(chain)} layers cannot be cut into {stages} stages")
-    until = [0.0]
-    for each in chain:
-        until.append(until[-1] + each.compute_s)
-    size = len(chain)
-    # best[end]: of the first links up to `end` in so many parts, (slowest, squares, cuts).
-    # Rounding must not decide between cuts that are equal.
-    best: list[tuple[float, float, tuple[int, ...]] | None]
-    best = [(0.0, 0.0, ())] + [None] * size
-    for _ in range(stages):
+    # best[stop]: of the first `stop` in so many parts, (largest, squares, bounds).
+    best: list[tuple[float, float, tuple[int, ...]] | None] = [(0.0, 0.0, (0,))] + [None] * size
+    for _ in range(parts):
         following: list[tuple[float, float, tuple[int, ...]] | None] = [None] * (size + 1)
-        for end in range(1, size + 1):
-            choices = [
+        for stop in range(1, size + 1):
+            choices = (
+                # Rounding must not decide between cuts that are equal.
                 (
-                    round(max(before[0], until[end] - until[start]), 12),
-                    round(before[1] + (until[end] - until[start]) ** 2, 12),
-                    (*before[2], end),
+                    round(max(before[0], last), 12),
+                    round(before[1] + last**2, 12),
+                    (*before[2], stop),
                 )
-                for start, before in enumerate(best[:end])
+                for start, before in enumerate(best[:stop])
                 if before is not None
-            ]
-            following[end] = min(choices, default=None)
+                for last in [cost(start, stop)]
+            )
+            following[stop] = min(choices, default=None)
         best = following
     found = best[size]
     assert found is not None
-    return tuple(
-        _joined(chain[start:end]) for start, end in zip((0, *found[2]), found[2], strict=False)
-    )
+    return list(found[2])
+
+
+def cut(chain: Sequence[Stage], stages: int) -> tuple[Stage, ...]:
+    """The chain in ``stages`` contiguous parts, so that the slowest part is as fast as it can be.
+
+    Raises ``ConfigError`` if there are fewer links in the chain than parts.
+    """
+    if len(chain) < stages:
+        raise ConfigError(f"{len(chain)} layers cannot be cut into {stages} stages")
+    until = [0.0, *accumulate(each.compute_s for each in chain)]
+    bounds = partition(len(chain), stages, lambda start, stop: until[stop] - until[start])
+    return tuple(_joined(chain[start:stop]) for start, stop in pairwise(bounds))
 
 
 def _joined(chain: Sequence[Stage]) -> Stage:

@@ -78,7 +78,7 @@ def _branches(
         _chain(cast(nn.Sequential, branch), inputs, f"branch {index} of {name}")
         for index, branch in enumerate(module.branches)
     ]
-    outputs = [module.join(parts) for parts in zip(*(ends for _, ends in found), strict=True)]
+    outputs = [module.join(list(parts)) for parts in zip(*(ends for _, ends in found), strict=True)]
     return {"branches": [items for items, _ in found]}, outputs
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import reduce
+from functools import partial, reduce
 from operator import add
 from pathlib import Path
 from typing import cast
@@ -23,10 +23,6 @@ def _sum(outputs: Sequence[Tensor]) -> Tensor:
     return reduce(add, outputs)
 
 
-def _concatenation(outputs: Sequence[Tensor]) -> Tensor:
-    return torch.cat(tuple(outputs), dim=1)
-
-
 class Branched(nn.Module):
     """Sequences that read the same tensor; their outputs are joined. An empty one is a shortcut.
 
@@ -36,8 +32,10 @@ class Branched(nn.Module):
 
     def __init__(self, *branches: nn.Sequential, join: str = "sum") -> None:
         super().__init__()
-        joins: dict[str, Callable[[Sequence[Tensor]], Tensor]]
-        joins = {"sum": _sum, "concat": _concatenation}
+        joins: dict[str, Callable[[list[Tensor]], Tensor]] = {
+            "sum": _sum,
+            "concat": partial(torch.cat, dim=1),
+        }
         if join not in joins:
             raise ValueError(f"join {join!r}: one of {', '.join(joins)}")
         self.branches = nn.ModuleList(branches)

@@ -36,18 +36,6 @@ class Exchange:
     forward: Transfer | None = None
     backward: Transfer | None = None
 
-    def finish_forward(self) -> Tensor:
-        """The rows received."""
-        assert self.forward is not None, self
-        transfer, self.forward = self.forward, None
-        return transfer.wait()
-
-    def finish_backward(self) -> Tensor:
-        """The gradient of the rows sent."""
-        assert self.backward is not None, self
-        transfer, self.backward = self.backward, None
-        return transfer.wait()
-
 
 class _Begin(torch.autograd.Function):
     @staticmethod
@@ -59,14 +47,20 @@ class _Begin(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
-        return ctx.one.finish_backward(), None
+        one: Exchange = ctx.one
+        assert one.backward is not None, one
+        # What remembers the exchange must not keep its rows.
+        transfer, one.backward = one.backward, None
+        return transfer.wait(), None
 
 
 class _Finish(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, one: Exchange) -> Tensor:
         ctx.one = one
-        one.finish_forward()
+        assert one.forward is not None, one
+        transfer, one.forward = one.forward, None
+        transfer.wait()
         ctx.mark_dirty(rows)
         return rows
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -179,39 +180,30 @@ def _in_pieces(
     layer: MoE, peers: Peers, rows: Tensor, table: Table, pieces: Sequence[Piece]
 ) -> Tensor:
     """What all ranks' experts make of ``rows``; the table's counts are by rank and expert."""
-    experts, own, counts = layer.experts, len(layer.experts), table.counts
-    offsets = [0]
-    for count in counts[peers.rank]:
-        offsets.append(offsets[-1] + count)
+    experts, own, counts, mine = layer.experts, len(layer.experts), table.counts, peers.rank
+
+    def sizes(piece: Piece, sender: int, receiver: int) -> list[int]:
+        """How many rows of a piece one rank has for each expert of another."""
+        return [len(piece.of(counts[sender][n])) for n in _numbers(piece, receiver, own)]
+
+    offsets = [0, *accumulate(counts[mine])]
     places: list[Tensor] = []
     dispatches: list[tuple[Tensor, Exchange]] = []
     for piece in pieces:
         place = [
-            torch.arange(offsets[number], offsets[number + 1])[
-                _slice(piece, counts[peers.rank][number])
-            ]
+            torch.arange(offsets[number], offsets[number + 1])[_slice(piece, counts[mine][number])]
             for rank in range(peers.size)
             for number in _numbers(piece, rank, own)
         ]
-        send = [
-            sum(len(piece.of(counts[peers.rank][number])) for number in _numbers(piece, rank, own))
-            for rank in range(peers.size)
-        ]
-        receive = [
-            sum(len(piece.of(counts[rank][number])) for number in _numbers(piece, peers.rank, own))
-            for rank in range(peers.size)
-        ]
+        send = [sum(sizes(piece, mine, rank)) for rank in range(peers.size)]
+        receive = [sum(sizes(piece, rank, mine)) for rank in range(peers.size)]
         places.append(torch.cat(place).to(rows.device))
         one = Exchange(peers, send, receive, "moe dispatch", layer.is_urgent)
         dispatches.append((begin(rows[places[-1]], one), one))
     returns: list[tuple[Tensor, Exchange]] = []
     for piece, (arriving, one) in zip(pieces, dispatches, strict=True):
         arrived = finish(arriving, one)
-        lengths = [
-            len(piece.of(counts[rank][number]))
-            for rank in range(peers.size)
-            for number in _numbers(piece, peers.rank, own)
-        ]
+        lengths = [n for rank in range(peers.size) for n in sizes(piece, rank, mine)]
         parts = arrived.split(lengths)
         each = len(piece.experts)
         # From order by rank to order by expert, and back.

@@ -6,8 +6,8 @@ In ``ModelWaves`` every rank is a wave, and the stages of the model come to it o
 
 from __future__ import annotations
 
-from .stages.model_waves import ModelWaves
-from .ticktock.activations import ActivationMemory
-from .ticktock.ticktock import TickTock
+from .model_waves import ModelWaves
+from .state import ActivationMemory
+from .ticktock import TickTock
 
 __all__ = ["ActivationMemory", "ModelWaves", "TickTock"]

@@ -1,4 +1,4 @@
-"""What waves need of a model and an optimizer, and where they cannot overlap or gain by it."""
+"""What the waves of one rank need of a model, and where they cannot overlap or gain by it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from torch import nn
 from bytesched.errors import PluginError
 
 from ..c10d.ddp import find_ddp
-from ..c10d.grouping import has_groups
 
 
 def world_size() -> int:
@@ -74,43 +73,3 @@ def _cores() -> int:
         return len(os.sched_getaffinity(0))
     # macOS cannot bind a process to cores.
     return os.cpu_count() or 1
-
-
-def refuse_uncuttable(model: nn.Sequential, optimizer: torch.optim.Optimizer, ranks: int) -> None:
-    """Raises PluginError for a chain that cannot travel in stages."""
-    if not isinstance(model, nn.Sequential) or len(model) < ranks:
-        raise PluginError(
-            f"the model is cut into {ranks} stages: it has to be an nn.Sequential of at least "
-            "so many layers"
-        )
-    if has_groups(model, {}):
-        raise PluginError(
-            "layers of the model have a data_parallel_group: waves have no groups of ranks"
-        )
-    elsewhere = {str(p.device) for p in model.parameters() if p.device.type != "cpu"}
-    if elsewhere:
-        raise PluginError(
-            f"the model is on {', '.join(sorted(elsewhere))}: stages travel between hosts' "
-            "memories over Gloo, so it has to be on the CPU"
-        )
-    held = {id(parameter) for parameter in model.parameters()}
-    strangers = [
-        tuple(parameter.shape)
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-        if id(parameter) not in held
-    ]
-    if strangers:
-        raise PluginError(
-            f"the optimizer has {len(strangers)} parameters that the model has not, of shapes "
-            f"{strangers}: nothing would update them; give them an optimizer of their own"
-        )
-    seen: dict[int, str] = {}
-    for name, layer in model._modules.items():
-        assert layer is not None
-        for parameter in layer.parameters():
-            other = seen.setdefault(id(parameter), name)
-            if other != name:
-                raise PluginError(
-                    f"layers {other} and {name} share a parameter, and may be in different stages"
-                )

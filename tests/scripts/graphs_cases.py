@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import signal
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
+from raised import raised
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -285,10 +287,8 @@ def disagreements() -> list[str]:
             (graph.owner, graph.source, graph.weight, differing),
         ):
             target = graph.target % 50 if source.max() < 50 else graph.target
-            try:
-                graphs.Partition(owner, source, target, weight, **options)
-            except MismatchError as error:
-                told.append(str(error))
+            given = partial(graphs.Partition, owner, source, target, weight, **options)
+            told.append(raised(given, MismatchError).partition(": ")[2])
     part = graph.part()
     features, _ = rows_of()
     x = features[part.vertices]
@@ -299,10 +299,8 @@ def disagreements() -> list[str]:
             x[:, 1:] if last else x,
             x.clone().requires_grad_(last),
         ):
-            try:
-                graphs.aggregate(part, rows)
-            except MismatchError as error:
-                told.append(str(error))
+            said = raised(partial(graphs.aggregate, part, rows), MismatchError)
+            told.append(said.partition(": ")[2])
     told.append(str(len(graphs.aggregate(part, x)) == len(part.vertices)))
     return told
 

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from bytesched.ir.layers import Layer
-from bytesched.ir.plans import data_parallel, pipelined, tensor_parallel
+from bytesched.ir.plans import data_parallel, pipelined, tensor_parallel, training
 from bytesched.ir.preserve import preserve
-from bytesched.ir.program import Program
+from bytesched.ir.program import Layer, Program
 from bytesched.ir.replay import Link
-from bytesched.ir.schedule import grid, place
-from bytesched.ir.training import training
+from bytesched.ir.transform import grid, place
 from bytesched.pipeline.order import Order
 
 LINK = Link(bytes_per_s=1e9, latency_s=1e-6)

@@ -309,10 +309,10 @@ def test_one_batch_size_is_filled_in_and_said(
         ),
         ({"batches": [2, 1], "layers": []}, "growing sizes"),
         ({"batches": [1], "layers": []}, "begins with a layer"),
-        ({"batches": [1], "layers": [{"output_bytes": 1}]}, "forward_ms: expected a time for each"),
+        ({"batches": [1], "layers": [{"output_bytes": 1}]}, "expected a time in milliseconds for"),
         (
             {"batches": [1], "layers": [{"output_bytes": -1}]},
-            "layer 0: output_bytes is -1, expected a number of bytes",
+            "layer 0: output_bytes and param",
         ),
     ],
 )

@@ -11,7 +11,7 @@ from torch import nn
 
 import bytesched
 from bytesched.plugins.c10d.grouping import Grouping, grouping_of, has_groups
-from bytesched.plugins.wave.conditions import refuse_uncuttable
+from bytesched.plugins.wave.cutting import refuse_uncuttable
 
 
 class Base:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from paths import ROOT
 from planned_layers import (
     LINK,
     MLP_TENSOR,
@@ -25,14 +27,12 @@ from bytesched.burst.graph import load_graph, shipped_graphs
 from bytesched.burst.search import fastest_plan
 from bytesched.errors import ConfigError
 from bytesched.ir.check import MemoryLimitError, check
-from bytesched.ir.layers import Layer
 from bytesched.ir.lower import comm_tasks, gradient_groups, pipeline_order, tensor_plan
-from bytesched.ir.plans import burst, data_parallel, pipelined, tensor_parallel
+from bytesched.ir.plans import burst, data_parallel, pipelined, tensor_parallel, training
 from bytesched.ir.preserve import preserve
+from bytesched.ir.program import Layer
 from bytesched.ir.replay import Link
-from bytesched.ir.schedule import grid, order, place
-from bytesched.ir.training import training
-from bytesched.ir.transform import split
+from bytesched.ir.transform import grid, order, place, split
 from bytesched.pipeline.order import Order
 
 
@@ -280,3 +280,10 @@ def test_ranks_that_leave_a_stage_half_done_have_no_order() -> None:
     check(preserve(program, LINK), LINK)
     with pytest.raises(ConfigError, match=r"the plan, row 1, cell .* is there again"):
         pipeline_order(program, stages)
+
+
+def test_the_example_prints_what_the_page_says(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (ROOT / "docs" / "explanation" / "plans.md").read_text()
+    [(code, printed)] = re.findall(r"```python\n(.*?)```\n\n```text\n(.*?)```", page, re.DOTALL)
+    exec(compile(code, "plans.md", "exec"), {})
+    assert capsys.readouterr().out == printed

@@ -11,14 +11,12 @@ from planned_layers import LINK, MODELS, WHOLE, planned
 
 from bytesched.errors import ConfigError
 from bytesched.ir.check import CollectiveOrderError, LayoutError, check
-from bytesched.ir.layers import Layer
 from bytesched.ir.pieces import Share
+from bytesched.ir.plans import training
 from bytesched.ir.preserve import preserve
-from bytesched.ir.program import Operator, Program, Transfer
+from bytesched.ir.program import Layer, Operator, Program, Transfer
 from bytesched.ir.replay import CyclicPlanError
-from bytesched.ir.schedule import place
-from bytesched.ir.training import training
-from bytesched.ir.transform import split
+from bytesched.ir.transform import place, split
 
 SMALL = settings(
     max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True

@@ -1,18 +1,25 @@
-"""The search for an order, judged by replay."""
+"""The search for an order, judged by replay: what it begins with, its solver, and what it finds."""
 
 from __future__ import annotations
 
+import sys
+from itertools import pairwise
 from typing import Any
 
 import pytest
+from drawn_orders import plans
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from bytesched.errors import ConfigError
+from bytesched.errors import ConfigError, PluginError
+from bytesched.pipeline.greedy import greedy
+from bytesched.pipeline.inputs import placed
 from bytesched.pipeline.order import Order
-from bytesched.pipeline.placement import placed
 from bytesched.pipeline.replay import replay
 from bytesched.pipeline.search import search
-from bytesched.pipeline.solver import cp_model
+from bytesched.pipeline.solver import Budget, Solution, Verdict, cp_model, solve
 from bytesched.pipeline.stages import Link, Pipeline, Stage
+from bytesched.pipeline.ticks import Ticks
 from bytesched.plugins.pipelines.orders import SCHEDULES, torch_order
 
 HELD = 1000
@@ -152,3 +159,70 @@ def test_what_is_proved_of_rounded_times_is_not_said_of_the_times() -> None:
     found = search(its, 4, split_backward=True, time_limit_s=60)
     assert not found.ticks.exact
     assert found.bound_s <= other.end_s
+
+
+@settings(max_examples=50)
+@given(plans(), st.booleans(), st.integers(1, 6), st.integers(0, 9))
+def test_every_memory_that_is_enough_for_one_micro_batch_is_enough(
+    plan: tuple[Order, Pipeline], split: bool, micro_batches: int, more: int
+) -> None:
+    _, pipeline = plan
+    memory = pipeline.least_memory_bytes() + more
+    ticks = Ticks.of(pipeline, split)
+    # To be an order, it has to have every action, and ranks must not wait for each other.
+    order = Order(greedy(ticks, micro_batches, memory, Budget(1, lambda: 0.0)))
+    assert order.micro_batches == micro_batches
+    assert max(replay(order, pipeline).peak_bytes) <= memory
+
+
+@pytest.mark.parametrize(
+    ("ranks", "micro_batches", "memory", "split", "most"),
+    [
+        # Of the bound, which one micro-batch at a time exceeds fifteen times, and six times.
+        (16, 60, None, False, 1.2),
+        (16, 60, None, True, 1.1),
+        (8, 16, 10, False, 1.5),
+        (8, 16, 10, True, 1.2),
+    ],
+)
+def test_it_is_near_the_bound(
+    ranks: int, micro_batches: int, memory: int | None, split: bool, most: float
+) -> None:
+    stages = (Stage(0.1, 0.1, 0.1, 1),) * (2 * ranks)
+    pipeline = Pipeline(stages, placed("v", ranks, 2), Link(1e9, 0.005))
+    ticks = Ticks.of(pipeline, split)
+    limit = memory or 2 * micro_batches
+    order = Order(greedy(ticks, micro_batches, limit, Budget(1, lambda: 0.0)))
+    bound_s = ticks.least(micro_batches, limit) * ticks.tick_s
+    assert replay(order, pipeline).end_s <= most * bound_s
+
+
+def test_a_missing_solver_is_named_with_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ortools.sat.python", None)
+    with pytest.raises(PluginError, match=r"pip install 'bytesched\[pipeline\]'"):
+        search(Pipeline((Stage(1, 1, 1),) * 2, (0, 1)), 2)
+
+
+def test_what_has_no_solution() -> None:
+    model = cp_model().CpModel()
+    chain = [model.new_int_var(0, 1, "") for _ in range(3)]
+    for one, other in pairwise(chain):
+        model.add(one < other)
+    assert solve(model, Budget(60), 1.0) is Verdict.IMPOSSIBLE
+
+
+def test_a_solution_with_its_proof() -> None:
+    model = cp_model().CpModel()
+    one, other = (model.new_int_var(0, 9, "") for _ in range(2))
+    model.add(one + other >= 11)
+    model.minimize(2 * one + other)
+    found = solve(model, Budget(60), 1.0)
+    assert isinstance(found, Solution)
+    assert (found.objective, found.bound, found.optimal) == (13, 13, True)
+    assert (found.value(one), found.value(other)) == (2, 9)
+
+
+def test_a_budget_that_is_spent_solves_nothing_and_says_so() -> None:
+    budget = Budget(0.0)
+    assert solve(cp_model().CpModel(), budget, 1.0) is Verdict.UNKNOWN
+    assert budget.cut_short

@@ -1,4 +1,4 @@
-"""Model-parallel waves: cuts, routes, and the memory of a part."""
+"""Model-parallel waves: layers measured, routes, and the memory of a part."""
 
 from __future__ import annotations
 
@@ -6,28 +6,11 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 
-from bytesched.plugins.wave.stages.cutting import balanced, layer_times_s
-from bytesched.plugins.wave.stages.routes import Cargo, sends, source, visits
-from bytesched.plugins.wave.stages.stage import Stage
-
-
-@given(costs=st.lists(st.integers(0, 20), min_size=1, max_size=9), data=st.data())
-def test_cut_is_as_even_as_can_be(costs: list[int], data: st.DataObject) -> None:
-    parts = data.draw(st.integers(1, len(costs)))
-    bounds = balanced(len(costs), parts, lambda start, stop: float(sum(costs[start:stop])))
-    assert len(bounds) == parts + 1
-    assert (bounds[0], bounds[-1]) == (0, len(costs))
-    assert all(start < stop for start, stop in itertools.pairwise(bounds))
-
-    def longest(cuts: tuple[int, ...]) -> int:
-        return max(sum(costs[a:b]) for a, b in itertools.pairwise((0, *cuts, len(costs))))
-
-    every = itertools.combinations(range(1, len(costs)), parts - 1)
-    assert longest(tuple(bounds[1:-1])) == min(map(longest, every))
+from bytesched.plugins.wave.cutting import layer_times_s
+from bytesched.plugins.wave.routes import Cargo, sends, source, visits
+from bytesched.plugins.wave.stage import Stage
 
 
 def test_measuring_layers_changes_nothing() -> None:

@@ -30,9 +30,9 @@ from wave_cases import (
 
 from bytesched.errors import ConfigError, PluginError, SchedulerClosed, SchedulerTimeout
 from bytesched.plugins.wave import ActivationMemory, TickTock
-from bytesched.plugins.wave.ticktock.passes import JoinedGradients
-from bytesched.plugins.wave.ticktock.state import CudaLanes, Lanes, WaveStates
-from bytesched.plugins.wave.ticktock.ticktock import Trial
+from bytesched.plugins.wave.passes import JoinedGradients
+from bytesched.plugins.wave.state import CudaLanes, Lanes, WaveStates
+from bytesched.plugins.wave.ticktock import Trial
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

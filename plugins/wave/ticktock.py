@@ -20,10 +20,10 @@ from bytesched.log import show
 from bytesched.observe import Observers
 from bytesched.trace.timeline import Timeline
 
-from ...c10d.ddp import find_ddp
-from ...planned.session import PlannedSession
-from ...registry import session_of
-from ..conditions import (
+from ..c10d.ddp import find_ddp
+from ..planned.session import PlannedSession
+from ..registry import session_of
+from .conditions import (
     refuse_unsynchronised,
     this_rank,
     trained,

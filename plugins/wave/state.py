@@ -1,10 +1,16 @@
-"""What each wave has of its own: its batch, its stream, and what a forward pass leaves behind."""
+"""What each wave has of its own: its batch, its stream, and what a forward pass leaves behind.
+
+And a count of what autograd keeps of forward passes for backward, on the CPU.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import pairwise
+from operator import itemgetter
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -104,7 +110,8 @@ def of_waves(batches: Sequence[Any], waves: int) -> tuple[list[Any], list[float]
     if len(batches) != 1:
         raise PluginError(f"got {len(batches)} batches for {waves} waves: pass one, or {waves}")
     (batch,) = batches
-    samples = _samples(batch)
+    samples: set[int] = set()
+    _mapped(batch, lambda tensor: samples.add(len(tensor)))
     if len(samples) != 1:
         raise PluginError(
             f"the first dimensions of the batch are {sorted(samples) or 'missing'}: one that is to "
@@ -113,30 +120,21 @@ def of_waves(batches: Sequence[Any], waves: int) -> tuple[list[Any], list[float]
     (size,) = samples
     if size < waves:
         raise PluginError(f"a batch of {size} has nothing for {waves} waves")
-    cuts = [size * wave // waves for wave in range(waves + 1)]
-    parts = list(pairwise(cuts))
-    return [_part(batch, *part) for part in parts], [(stop - start) / size for start, stop in parts]
+    parts = [slice(*cut) for cut in pairwise(size * wave // waves for wave in range(waves + 1))]
+    return (
+        [_mapped(batch, itemgetter(part)) for part in parts],
+        [(part.stop - part.start) / size for part in parts],
+    )
 
 
-def _samples(batch: Any) -> set[int]:
-    """The sizes of the first dimension of all tensors in ``batch``."""
+def _mapped(batch: Any, change: Callable[[torch.Tensor], Any]) -> Any:
+    """``batch`` with each tensor in it changed, but for those without a dimension."""
     if isinstance(batch, torch.Tensor):
-        return {batch.shape[0]} if batch.dim() else set()
+        return change(batch) if batch.dim() else batch
     if isinstance(batch, dict):
-        batch = list(batch.values())
+        return type(batch)((key, _mapped(item, change)) for key, item in batch.items())
     if isinstance(batch, (list, tuple)):
-        return {size for item in batch for size in _samples(item)}
-    return set()
-
-
-def _part(batch: Any, start: int, stop: int) -> Any:
-    """The samples from ``start`` to ``stop`` of every tensor; all else as it is."""
-    if isinstance(batch, torch.Tensor):
-        return batch[start:stop] if batch.dim() else batch
-    if isinstance(batch, dict):
-        return type(batch)((key, _part(item, start, stop)) for key, item in batch.items())
-    if isinstance(batch, (list, tuple)):
-        items = [_part(item, start, stop) for item in batch]
+        items = [_mapped(item, change) for item in batch]
         return type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)
     return batch
 
@@ -213,3 +211,70 @@ class CudaLanes(Lanes):
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self._device)
+
+
+class ActivationMemory:
+    """A context manager that counts the bytes saved for backward in forward passes inside it.
+
+    Storages are counted once, however many tensors share them; those of ``parameters`` are not.
+    ``live_bytes`` is what is saved now, ``peak_bytes`` the most that ever was. On a GPU,
+    ``torch.cuda.max_memory_allocated`` shows more.
+    """
+
+    def __init__(self, parameters: Iterable[torch.Tensor] = ()) -> None:
+        self.live_bytes = 0
+        self.peak_bytes = 0
+        self._ignored = {p.untyped_storage().data_ptr() for p in parameters}
+        #: how many saved tensors there are of a storage
+        self._saved: dict[int, int] = {}
+        # Released in the threads of the waves, and by the garbage collector at any moment.
+        self._lock = threading.RLock()
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(
+            lambda tensor: _Saved(tensor, self), lambda saved: saved.tensor
+        )
+
+    def __enter__(self) -> ActivationMemory:
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._hooks.__exit__(kind, error, trace)
+
+    def saved(self, storage: int, nbytes: int) -> bool:
+        """One more tensor of ``storage`` is saved; whether that counts."""
+        if storage in self._ignored:
+            return False
+        with self._lock:
+            self._saved[storage] = self._saved.get(storage, 0) + 1
+            if self._saved[storage] == 1:
+                self.live_bytes += nbytes
+                self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        return True
+
+    def released(self, storage: int, nbytes: int) -> None:
+        """One of them is not needed any more."""
+        with self._lock:
+            self._saved[storage] -= 1
+            if not self._saved[storage]:
+                del self._saved[storage]
+                self.live_bytes -= nbytes
+
+
+class _Saved:
+    """A saved tensor; lives as long as the graph needs it."""
+
+    def __init__(self, tensor: torch.Tensor, memory: ActivationMemory) -> None:
+        self.tensor = tensor
+        self._memory = memory
+        storage = tensor.untyped_storage()
+        self._storage, self._nbytes = storage.data_ptr(), storage.nbytes()
+        self._counts = memory.saved(self._storage, self._nbytes)
+
+    def __del__(self) -> None:
+        if self._counts:
+            self._memory.released(self._storage, self._nbytes)

@@ -19,12 +19,11 @@ from bytesched.errors import PluginError, SchedulerClosed
 from bytesched.link.sizes import RULES
 from bytesched.log import show
 
-from ...c10d.carrying import broadcast
-from ...c10d.joining import joining
-from ...dependency.failures import Progress
-from ...warmup.agree import settings
-from ..conditions import refuse_uncuttable
-from .cutting import cut
+from ..c10d.carrying import broadcast
+from ..c10d.joining import joining
+from ..dependency.failures import Progress
+from ..warmup.agree import settings
+from .cutting import cut, refuse_uncuttable
 from .routes import Cargo, visits
 from .stage import Stage
 from .traffic import Traffic

@@ -1,1 +1,0 @@
-"""A model whose stages visit every rank."""

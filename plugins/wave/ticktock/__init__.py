@@ -1,1 +1,0 @@
-"""The waves of one rank, which overlap."""
