@@ -10,8 +10,6 @@ from torch import nn
 
 from bytesched.errors import PluginError
 
-__all__ = ["refuse_stage"]
-
 _STAGES: Final = "torch.distributed.pipelining.stage"
 
 

@@ -12,8 +12,6 @@ from bytesched.tunable import find_tuner
 
 from . import registry
 
-__all__ = ["Begin", "check", "settings", "why_wrapped", "wrap_optimizer"]
-
 #: makes the session behind an optimizer of a model, or None if it stays as it was; collective
 Begin = Callable[[Any, Any, Config], registry.Wrapped | None]
 

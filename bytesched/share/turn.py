@@ -21,8 +21,6 @@ from typing import Final
 from bytesched.errors import SchedulerTimeout
 from bytesched.share.tickets import Ticket, Tickets
 
-__all__ = ["HELD", "Turn", "released", "turn_figures"]
-
 log = logging.getLogger("bytesched")
 
 #: A turn ends after so many times the longest of the last ones, within these bounds; at first,

@@ -14,8 +14,7 @@ from bytesched.grid import why_not
 
 from ..routes.groups.group import Group
 from ..routes.groups.opening import open_part
-from ..routes.levels.choosing import open_levels
-from ..routes.levels.sums import TwoLevelSums
+from ..routes.levels import TwoLevelSums, open_levels
 from .joining import Joining
 
 __all__ = ["broadcast", "levels_of"]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import threading
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from string import digits
@@ -12,13 +14,41 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from bytesched.environment import gloo_interfaces
 from bytesched.errors import PeerLost, PluginError, SchedulerTimeout, in_one_line
 
-from .devices import shared_devices
 from .group import Group, is_cut
-from .notes import Notes
+from .store import Notes
 
-__all__ = ["closed_on_error", "kind_of", "open_gloo", "open_group", "open_part", "store_of"]
+#: by the process that has their threads, which a forked child has not; interfaces; and use
+_devices: dict[tuple[int, tuple[str, ...], str], list[Any]] = {}
+_lock = threading.Lock()
+
+
+def shared_devices(use: str) -> list[Any]:
+    """The devices of this process for groups of one use, one for each interface that Gloo is given.
+
+    Groups share the thread that reads and writes sockets, and the port that ranks connect to. What
+    one of them has under way delays the others of the same use.
+    """
+    interfaces = tuple(gloo_interfaces())
+    key = os.getpid(), interfaces, use
+    with _lock:
+        if key not in _devices:
+            _devices[key] = _new_devices(interfaces)
+        return _devices[key]
+
+
+def _new_devices(interfaces: tuple[str, ...]) -> list[Any]:
+    gloo: Any = dist.ProcessGroupGloo
+    # Whatever TORCH_GLOO_LAZY_INIT says of the script's groups: where two ranks connect only when
+    # they first send, a look at a rank that died before blocks until its connection times out.
+    knows_late = "lazy_init" in (gloo.create_default_device.__doc__ or "")
+    late = {"lazy_init": False} if knows_late else {}
+    if not interfaces:
+        return [gloo.create_default_device(**late)]
+    return [gloo.create_device(interface=interface, **late) for interface in interfaces]
+
 
 #: purposes of groups that carry little, one thing at a time
 _SHORT: Final = frozenset({"buffers", "control", "statements"})
