@@ -95,11 +95,6 @@ class Turn:
         _totals.append(self.totals)
         _turns.add(self)
 
-    @property
-    def is_held(self) -> bool:
-        """Whether this process may compute before all others."""
-        return self in HELD
-
     def take(self, look: Callable[[], None] | None = None) -> None:
         """Returns when this process has the turn. Any thread; nothing if it has it already.
 

@@ -85,60 +85,49 @@ def kind_of(base: dist.ProcessGroup, device: torch.device) -> str:
     return "nccl" if name.startswith("nccl") else name
 
 
-def open_group(base: dist.ProcessGroup, kind: str, *, name: str, timeout_s: float) -> Group:
-    """A group of our own over the ranks of ``base``; collective.
+def open_group(
+    base: dist.ProcessGroup,
+    kind: str,
+    *,
+    name: str,
+    timeout_s: float,
+    members: Sequence[int] | None = None,
+) -> Group:
+    """A group of our own over the ranks of ``base``, or over some of them; collective among these.
 
     Args:
         base: the user's group; only its store is used.
         kind: the backend, "gloo" or "nccl".
-        name: "session/purpose", the same on all ranks, unique in this job; a number may follow.
+        name: "session/purpose", the same on these ranks, unique in this job; a number may follow.
         timeout_s: of every operation on it.
+        members: ranks of ``base``, of which this is one; None: all.
     """
     root = store_of(base)
+    members = range(base.size()) if members is None else members
     # Not through new_group: it must outlive destroy_process_group for the last step, and ranks
     # outside of ``base`` would have to call it, too.
     store = distributed_c10d.PrefixStore(f"bytesched/{name}", root)
+    rank, size = members.index(base.rank()), len(members)
     if kind == "gloo":
-        return open_gloo(store, root, base.rank(), base.size(), name=name, timeout_s=timeout_s)
-    if kind != "nccl":
-        raise PluginError(f"backend {kind!r} is not supported; gloo and nccl are")
-    return _open_nccl(base, range(base.size()), name=name, timeout_s=timeout_s)
-
-
-def open_part(
-    base: dist.ProcessGroup,
-    members: Sequence[int],
-    kind: str = "gloo",
-    *,
-    name: str,
-    timeout_s: float,
-) -> Group:
-    """A group over ``members``, ranks of ``base`` of which this is one.
-
-    Collective among them.
-
-    Args:
-        kind: the backend, "gloo" or "nccl".
-        name: as for `open_group`, and of these members alone.
-    """
-    if kind == "nccl":
-        group = _open_nccl(base, members, name=name, timeout_s=timeout_s)
-    else:
-        root = store_of(base)
-        store = distributed_c10d.PrefixStore(f"bytesched/{name}", root)
-        rank, size = members.index(base.rank()), len(members)
         group = open_gloo(store, root, rank, size, name=name, timeout_s=timeout_s)
         # What a rank says of itself is read by those of other groups as well.
-        group.notes = _notes(root, name, base.rank())
+        group.notes.rank = base.rank()
+    elif kind == "nccl":
+        group = _open_nccl(base, members, store, name=name, timeout_s=timeout_s)
+    else:
+        raise PluginError(f"backend {kind!r} is not supported; gloo and nccl are")
     group.members = members
     return group
 
 
 def _open_nccl(
-    base: dist.ProcessGroup, members: Sequence[int], *, name: str, timeout_s: float
+    base: dist.ProcessGroup,
+    members: Sequence[int],
+    store: distributed_c10d.Store,
+    *,
+    name: str,
+    timeout_s: float,
 ) -> Group:
-    root = store_of(base)
-    store = distributed_c10d.PrefixStore(f"bytesched/{name}", root)
     all_ranks = distributed_c10d.get_process_group_ranks(base)
     options: Any = dist.ProcessGroupNCCL.Options()
     options.is_high_priority_stream = True
@@ -148,7 +137,7 @@ def _open_nccl(
     options.group_name = f"bytesched/{name}"
     rank = members.index(base.rank())
     backend = dist.ProcessGroupNCCL(store, rank, len(members), options)
-    notes = _notes(root, name, base.rank())
+    notes = _notes(store_of(base), name, base.rank())
     return Group(backend, store, notes, name=name, timeout_s=timeout_s)
 
 
