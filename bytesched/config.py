@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Final, TypedDict, TypeVar
 from bytesched.environment import PREFIX, own_variables, rank_view, set_variables
 from bytesched.errors import ConfigError
 from bytesched.grid import Cell, refusal
-from bytesched.share.meeting import parse_share
+from bytesched.share.tickets import parse_share
 from bytesched.values import (
     AUTOMATIC,
     nearest,

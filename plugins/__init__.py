@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import sys
-from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if __name__ != "bytesched.plugins":
@@ -16,8 +15,8 @@ if __name__ != "bytesched.plugins":
 from bytesched.config import Config
 from bytesched.errors import BytesschedError, PluginError, in_one_line
 
-from .registry import announce, flush, is_wrapped, session_of, stats, unwrap
-from .wrapping import check, settings, wrap_optimizer
+from .registry import add, announce, flush, is_wrapped, session_of, stats, unwrap
+from .wrapping import check, settings
 
 if TYPE_CHECKING:
     from .registry import Wrapped
@@ -134,14 +133,18 @@ def wrap_found(
         from .stores.scheduled.store import begin as wrap_store
 
         return wrap_store(optimizer, config)
-    begin = partial(
-        _begin,
+    session = _begin(
+        optimizer,
+        model,
+        config,
         kvstore=kvstore,
         groups=groups,
         micro_batches=micro_batches if accumulate else None,
         is_configured=bool(fields),
     )
-    return wrap_optimizer(optimizer, model, config, begin)
+    if session is not None:
+        add(optimizer, session, figures=config.figures)
+    return optimizer
 
 
 def _begin(

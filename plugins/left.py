@@ -6,8 +6,6 @@ import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-__all__ = ["leave", "left", "name_of_ddp", "name_of_horovods", "summary"]
-
 log = logging.getLogger("bytesched")
 
 #: names of models and stores, with the reason

@@ -15,26 +15,7 @@ from typing import Any, Protocol, TypeVar
 
 from bytesched.files import write_text
 
-from .dropped import end_beside, wait_for_ends, wait_for_last
-from .ending import at_exit, died_of, make_exit_fail
-
-__all__ = [
-    "Wrapped",
-    "WrappedStore",
-    "add",
-    "after_wrap",
-    "announce",
-    "before_wrap",
-    "ended",
-    "flush",
-    "is_wrapped",
-    "kind_of_store",
-    "optimizers_of",
-    "session_of",
-    "sessions",
-    "stats",
-    "unwrap",
-]
+from .ending import at_exit, died_of, end_beside, make_exit_fail, wait_for_ends, wait_for_last
 
 log = logging.getLogger("bytesched")
 

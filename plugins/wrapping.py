@@ -1,8 +1,7 @@
-"""Wrapping an optimizer, whatever carries its gradients: settings, checks, registration."""
+"""Wrapping an optimizer, whatever carries its gradients: settings, and checks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from bytesched.config import Config
@@ -11,11 +10,6 @@ from bytesched.policy import named_policy
 from bytesched.tuning.online import find_tuner
 
 from . import registry
-
-__all__ = ["Begin", "check", "settings", "why_wrapped", "wrap_optimizer"]
-
-#: makes the session behind an optimizer of a model, or None if it stays as it was; collective
-Begin = Callable[[Any, Any, Config], registry.Wrapped | None]
 
 
 def settings(fields: dict[str, Any]) -> Config:
@@ -58,11 +52,3 @@ def why_wrapped(optimizer: Any, model: Any) -> str:
         "can be wrapped with only one: give each model its own optimizer, of the same class and "
         "settings, and wrap both; or leave it, and the other model trains as without bytesched"
     )
-
-
-def wrap_optimizer(optimizer: Any, model: Any, config: Config, begin: Begin) -> Any:
-    """``optimizer``, which was checked, whose session is begun and registered."""
-    session = begin(optimizer, model, config)
-    if session is not None:
-        registry.add(optimizer, session, figures=config.figures)
-    return optimizer

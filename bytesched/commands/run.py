@@ -17,11 +17,10 @@ from bytesched.environment import rank_view
 from bytesched.errors import ConfigError
 from bytesched.parser import CommandParser
 from bytesched.policy import named_policy
-from bytesched.run.after_import import Action
 from bytesched.run.copies import watch_copies
 from bytesched.run.script import loaded
 from bytesched.run.untuned import watch_steps
-from bytesched.run.watch import noticed_something, watch
+from bytesched.run.watch import Action, noticed_something, watch
 from bytesched.tuning.online import find_tuner
 
 CANNOT_START = 2

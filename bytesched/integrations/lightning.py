@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from bytesched.errors import PluginError
 from bytesched.integrations.training import Training
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-    from bytesched.config import ConfigFields
 
 # The same code has two names, and each trainer wants callbacks of its own.
 if "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules:
@@ -25,22 +20,13 @@ else:
 __all__ = ["SchedulingCallback"]
 
 
-class SchedulingCallback(Callback):  # type: ignore[misc]
+class SchedulingCallback(Training, Callback):  # type: ignore[misc]
     """`Trainer(strategy="ddp", callbacks=[SchedulingCallback()])`.
 
     Optimizers are wrapped when the training starts, after a checkpoint was restored, and are
     themselves again when it has ended. A run on one process stays as it was. The keywords are the
     fields of `bytesched.Config`. Training raises `PluginError` with another strategy than DDP.
     """
-
-    def __init__(self, **fields: Unpack[ConfigFields]) -> None:
-        super().__init__()
-        self._training = Training(fields)
-
-    @property
-    def stats(self) -> dict[str, int | float | str]:
-        """The figures of `bytesched.stats`, also after the training."""
-        return self._training.stats
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Called by the trainer, on every rank."""
@@ -54,8 +40,8 @@ class SchedulingCallback(Callback):  # type: ignore[misc]
                 f"{type(trainer.strategy).__name__} trains a {type(model).__name__}: gradients are "
                 'scheduled with strategy="ddp"'
             )
-        self._training.begin(trainer.optimizers, model)
+        self._begin(trainer.optimizers, model)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Called by the trainer, on every rank."""
-        self._training.end()
+        self._end()

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 from bytesched import plugins
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
     from bytesched.config import ConfigFields
 
 __all__ = ["Training"]
@@ -17,26 +19,23 @@ log = logging.getLogger("bytesched")
 
 
 class Training:
-    """Wraps optimizers as training begins, and takes the hooks off again as it ends.
+    """Wraps optimizers as training begins, and takes the hooks off again as it ends."""
 
-    Args:
-        fields: those of `Config`.
-    """
-
-    def __init__(self, fields: ConfigFields) -> None:
+    def __init__(self, **fields: Unpack[ConfigFields]) -> None:
+        super().__init__()
         self._fields = fields
         self._wrapped: list[Any] = []
         self._stats: dict[str, int | float | str] = {"mode": "plain"}
 
-    def begin(self, optimizers: Iterable[Any], model: Any) -> None:
+    def _begin(self, optimizers: Iterable[Any], model: Any) -> None:
         """Wraps ``optimizers`` over ``model``; collective. Raises `PluginError`."""
-        self.end()
+        self._end()
         for number, optimizer in enumerate(optimizers):
             # One model has one session, and its settings.
             fields = {} if number else self._fields
             self._wrapped.append(plugins.wrap(optimizer, model, **fields))
 
-    def end(self) -> None:
+    def _end(self) -> None:
         """Everything is applied, and training is over."""
         if not self._wrapped:
             return
@@ -48,5 +47,5 @@ class Training:
 
     @property
     def stats(self) -> dict[str, int | float | str]:
-        """The figures of `bytesched.stats`, also after the end."""
+        """The figures of `bytesched.stats`, also after the training."""
         return plugins.stats(self._wrapped[-1]) if self._wrapped else self._stats

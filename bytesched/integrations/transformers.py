@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from transformers import TrainerCallback
 
 from bytesched.errors import PluginError
 from bytesched.integrations.training import Training
 
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-    from bytesched.config import ConfigFields
-
 __all__ = ["SchedulingCallback"]
 
 
-class SchedulingCallback(TrainerCallback):  # type: ignore[misc]
+class SchedulingCallback(Training, TrainerCallback):  # type: ignore[misc]
     """`Trainer(..., callbacks=[SchedulingCallback()])`.
 
     The optimizer is wrapped when the training begins, after a checkpoint was restored, and is
@@ -26,23 +21,14 @@ class SchedulingCallback(TrainerCallback):  # type: ignore[misc]
     wrapper than DDP.
     """
 
-    def __init__(self, **fields: Unpack[ConfigFields]) -> None:
-        super().__init__()
-        self._training = Training(fields)
-
-    @property
-    def stats(self) -> dict[str, int | float | str]:
-        """The figures of `bytesched.stats`, also after the training."""
-        return self._training.stats
-
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Called by the trainer, on every rank."""
         if args.world_size > 1:
-            self._training.begin([kwargs["optimizer"]], _ddp_around(kwargs["model"]))
+            self._begin([kwargs["optimizer"]], _ddp_around(kwargs["model"]))
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Called by the trainer, on every rank."""
-        self._training.end()
+        self._end()
 
 
 def _ddp_around(model: Any) -> Any:

@@ -18,8 +18,6 @@ from typing import Any, Final
 import bytesched
 from bytesched.tuning.launching import first_argument
 
-__all__ = ["watch_copies"]
-
 #: finds this very package, wherever the child looks for others
 _START: Final = (
     "import sys; sys.path.insert(0, {root!r}); import bytesched.commands.run as command; "

@@ -13,8 +13,6 @@ from importlib.machinery import SourceFileLoader
 from types import CodeType, ModuleType, TracebackType
 from typing import TypeVar
 
-__all__ = ["loaded"]
-
 T = TypeVar("T")
 
 

@@ -9,8 +9,6 @@ from typing import Any, Final
 
 from bytesched.environment import rank_view
 
-__all__ = ["watch_steps"]
-
 log = logging.getLogger("bytesched")
 
 #: steps of one optimizer by which all that can be wrapped is wrapped: a wrap takes three or four

@@ -16,8 +16,6 @@ from typing import Any, Final
 from bytesched.share.turn import HELD, released
 from bytesched.urgency import begin
 
-__all__ = ["mark_all_to_alls"]
-
 _NAMES: Final = ("all_to_all_single", "all_to_all")
 #: what hooks call them
 _NAMES_IN_HOOKS: Final = {"ALLTOALL_BASE": "all_to_all_single", "ALLTOALL": "all_to_all"}

@@ -21,8 +21,6 @@ from typing import Final
 from bytesched.errors import SchedulerTimeout
 from bytesched.share.tickets import Ticket, Tickets
 
-__all__ = ["HELD", "Turn", "released", "turn_figures"]
-
 log = logging.getLogger("bytesched")
 
 #: A turn ends after so many times the longest of the last ones, within these bounds; at first,
@@ -96,11 +94,6 @@ class Turn:
         self.totals = Totals()
         _totals.append(self.totals)
         _turns.add(self)
-
-    @property
-    def is_held(self) -> bool:
-        """Whether this process may compute before all others."""
-        return self in HELD
 
     def take(self, look: Callable[[], None] | None = None) -> None:
         """Returns when this process has the turn. Any thread; nothing if it has it already.

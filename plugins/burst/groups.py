@@ -23,8 +23,8 @@ from ..planned.bundles import Slot
 from ..planned.hooked_session import HookedSession
 from ..planned.wire import GroupWire
 from ..routes.groups.group import Group
-from ..routes.groups.keys import await_keys
 from ..routes.groups.opening import open_gloo
+from ..routes.groups.store import await_keys
 from ..warmup.agree import statements
 
 

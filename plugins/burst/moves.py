@@ -21,8 +21,7 @@ from bytesched.observe import Observers
 
 from ..dependency.failures import Progress
 from ..routes.groups.group import Group
-from ..routes.groups.messages import Messages
-from ..routes.groups.waiter import Waiter
+from ..routes.groups.messages import Messages, Waiter
 
 
 def samples_at(place: Place, device: int, batch: int) -> range:

@@ -13,9 +13,8 @@ from bytesched.config import Config
 from bytesched.grid import why_not
 
 from ..routes.groups.group import Group
-from ..routes.groups.opening import open_part
-from ..routes.levels.choosing import open_levels
-from ..routes.levels.sums import TwoLevelSums
+from ..routes.groups.opening import open_group
+from ..routes.levels import TwoLevelSums, open_levels
 from .joining import Joining
 
 __all__ = ["broadcast", "levels_of"]
@@ -45,7 +44,8 @@ def levels_of(
         return None
 
     def opened(purpose: str, members: Sequence[int]) -> Group:
-        part = open_part(base, members, name=f"{name}/{purpose}", timeout_s=config.timeout_s)
+        where = f"{name}/{purpose}"
+        part = open_group(base, "gloo", name=where, timeout_s=config.timeout_s, members=members)
         return ranks.adopt(part)
 
     return open_levels(config.hierarchy, data, opened)

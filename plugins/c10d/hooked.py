@@ -23,7 +23,7 @@ from ..planned.bundles import Slot
 from ..planned.hooked_session import HookedSession
 from ..planned.wire import GroupWire, LoneWire, Summing
 from ..routes.groups.group import Group
-from ..routes.groups.opening import kind_of, open_part
+from ..routes.groups.opening import kind_of, open_group
 from ..warmup.agree import statements
 from .buffers import broadcasts_buffers
 from .carrying import broadcast, levels_of
@@ -93,7 +93,7 @@ def attach_hooked(
             if len(members) == 1:
                 return LoneWire()
             purpose = f"{name}/part{number}of{place}"
-            part = open_part(base, members, kind, name=purpose, timeout_s=config.timeout_s)
+            part = open_group(base, kind, name=purpose, timeout_s=config.timeout_s, members=members)
             parts.append(ranks.adopt(part))
             return GroupWire(part, part, [], device)
 

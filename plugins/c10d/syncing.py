@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bytesched.errors import PluginError
 
-from ..stages import refuse_stage
+from ..proxies.passes import refuse_stage
 
 __all__ = ["Syncing"]
 

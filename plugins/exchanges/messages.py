@@ -21,8 +21,7 @@ from bytesched import urgency
 from bytesched.errors import SchedulerClosed
 
 from ..routes.groups.group import Group
-from ..routes.groups.messages import Messages
-from ..routes.groups.waiter import Waiter
+from ..routes.groups.messages import Messages, Waiter
 
 #: As long as less is on its way, the next exchange starts.
 _CREDIT_BYTES: Final = 1 << 20

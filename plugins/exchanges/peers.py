@@ -24,7 +24,7 @@ from bytesched import urgency
 from bytesched.config import Config
 from bytesched.errors import MismatchError, PluginError, TransportError, in_one_line
 
-from ..dropped import end_when_gone
+from ..ending import end_when_gone
 from ..routes.groups.group import Group
 from ..routes.groups.opening import kind_of, open_group
 from .counts import Form, Table

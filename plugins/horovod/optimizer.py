@@ -27,9 +27,9 @@ from ..planned.beginning import add_optimizer, stays_plain, why_whole
 from ..planned.bundles import Slot
 from ..planned.coding import DTYPES
 from ..planned.hooked_session import HookedSession
-from ..registry import announce
+from ..registry import add, announce
 from ..warmup.agree import statements
-from ..wrapping import check, settings, wrap_optimizer
+from ..wrapping import check, settings
 from .elastic import Elastic
 from .ending import watch_endings
 from .entry import Entry
@@ -71,8 +71,9 @@ def ScheduledOptimizer(
     except BytesschedError as error:
         decline(optimizer, in_one_line(error))
         raise
-    wrapped: torch.optim.Optimizer = wrap_optimizer(optimizer, model, config, begin)
-    return wrapped
+    if (session := begin(optimizer, model, config)) is not None:
+        add(optimizer, session, figures=config.figures)
+    return optimizer
 
 
 def why_plain(optimizer: torch.optim.Optimizer, model: nn.Module, config: Config) -> str:

@@ -11,8 +11,8 @@ from torch.distributed import distributed_c10d
 from bytesched.errors import MismatchError, PluginError, SchedulerTimeout
 
 from ..layout import digest_of
-from ..routes.groups.keys import await_keys
 from ..routes.groups.opening import store_of
+from ..routes.groups.store import await_keys
 from ..warmup.agree import disagreement
 from .root import StageModules
 

@@ -17,8 +17,7 @@ from bytesched.errors import PluginError, TransportError, UnusedParameterError
 from bytesched.observe import Observers
 from bytesched.tunable import Setting
 
-from ..proxies.passes import IN_A_CONTEXT, are_in_a_context
-from ..stages import refuse_stage
+from ..proxies.passes import IN_A_CONTEXT, are_in_a_context, refuse_stage
 from .attachment import Attachment, Give
 from .bundles import Slot
 from .cutting import Cutter, cut_whole

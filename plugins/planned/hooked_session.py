@@ -16,8 +16,7 @@ from bytesched.errors import PluginError, UnusedParameterError
 from bytesched.observe import Observers
 from bytesched.tunable import Setting
 
-from ..proxies.passes import IN_A_CONTEXT, are_in_a_context
-from ..stages import refuse_stage
+from ..proxies.passes import IN_A_CONTEXT, are_in_a_context, refuse_stage
 from .bundles import Slot
 from .cutting import cut_whole
 from .hook_source import HookSource

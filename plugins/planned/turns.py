@@ -12,8 +12,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from bytesched.share.meeting import device_folder, processor
-from bytesched.share.tickets import Tickets
+from bytesched.share.tickets import Tickets, device_folder, processor
 from bytesched.share.turn import HELD, Turn
 
 from ..proxies.hooks import StayingForwardHook, gate

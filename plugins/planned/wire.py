@@ -10,7 +10,7 @@ import torch
 from bytesched.errors import SchedulerTimeout
 
 from ..routes.groups.group import Group
-from ..routes.levels.sums import TwoLevelSums
+from ..routes.levels import TwoLevelSums
 
 #: where there are no streams
 HOST: Final = -1

@@ -6,12 +6,15 @@ Autograd adds to gradients and reads weights where no Python looks: nothing may 
 from __future__ import annotations
 
 import functools
+import gc
+import sys
 from collections.abc import Callable
 from threading import get_ident
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 from weakref import ref
 
 import torch
+from torch import nn
 
 from bytesched.errors import PluginError
 
@@ -127,3 +130,33 @@ def are_in_a_context() -> bool:
     except RuntimeError:
         return False
     return True
+
+
+_STAGES: Final = "torch.distributed.pipelining.stage"
+
+
+def refuse_stage(model: nn.Module) -> None:
+    """Raises PluginError if ``model`` has become a stage of a pipeline after it was wrapped.
+
+    Its schedule says when its gradients are complete, and some call no hook of a parameter.
+    """
+    if _is_stage(model):
+        raise PluginError(
+            f"this {type(model).__name__} was wrapped alone, and is a stage of a pipeline now: "
+            "unwrap its optimizer, make the schedule, and call wrap(optimizer, schedule)"
+        )
+
+
+def _is_stage(module: nn.Module) -> bool:
+    kind = getattr(sys.modules.get(_STAGES), "_PipelineStageBase", None)
+    if kind is None:
+        return False
+    # A stage, or its ``__dict__``.
+    near = gc.get_referrers(module)
+    dictionaries = [thing for thing in near if type(thing) is dict and "submod" in thing]
+    owners = gc.get_referrers(*dictionaries) if dictionaries else []
+    return any(
+        # Not isinstance: it reads the class of proxies of all kinds.
+        issubclass(type(thing), kind) and vars(thing).get("submod") is module
+        for thing in (*near, *owners)
+    )

@@ -17,7 +17,6 @@ from weakref import WeakSet, ref
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
@@ -65,11 +64,27 @@ def horovod_optimizer_made(optimizer: torch.optim.Optimizer) -> None:
 
 
 def pipeline_steps(schedule: Any) -> None:
-    """A schedule of torch.distributed.pipelining is about to make a step."""
-    for ddp in begin_step(schedule):
-        for model in _models:
-            if isinstance(model, WatchedDdp) and model.ddp() is ddp:
-                model.close()
+    """A schedule of torch.distributed.pipelining is about to make a step.
+
+    In the first one, DDPs that its stages are in reduce nothing any more, or are left as they were.
+    """
+    if schedule in _seen or not torch.is_grad_enabled():
+        return
+    try:
+        root = staged(schedule)
+        if not isinstance(root, StageModules) or not root.schedule.trains:
+            return
+        _seen.add(schedule)
+        ddps = root.ddps()
+        if ddps:
+            _wrap(root)
+    except Exception as error:
+        log.debug("%s could not be wrapped", type(schedule).__name__, exc_info=True)
+        _leave(type(schedule).__name__, in_one_line(error))
+        return
+    for model in _models:
+        if isinstance(model, WatchedDdp) and any(model.ddp() is ddp for ddp in ddps):
+            model.close()
 
 
 def _watch(model: Watched, parameters: set[int]) -> None:
@@ -118,28 +133,6 @@ def say_undecided() -> None:
     """Says why models were left as they were about which nothing was decided."""
     for model in _models:
         model.say_if_undecided()
-
-
-def begin_step(schedule: Any) -> list[DistributedDataParallel]:
-    """``schedule`` is about to make a step, its first if the answer is not empty.
-
-    Returns the DDPs that its stages are in: they reduce nothing any more, or are left as they were.
-    """
-    if schedule in _seen or not torch.is_grad_enabled():
-        return []
-    try:
-        root = staged(schedule)
-        if not isinstance(root, StageModules) or not root.schedule.trains:
-            return []
-        _seen.add(schedule)
-        ddps = root.ddps()
-        if ddps:
-            _wrap(root)
-    except Exception as error:
-        log.debug("%s could not be wrapped", type(schedule).__name__, exc_info=True)
-        _leave(type(schedule).__name__, in_one_line(error))
-        return []
-    return ddps
 
 
 def _wrap(root: StageModules) -> None:

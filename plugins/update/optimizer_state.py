@@ -218,26 +218,15 @@ class AliasedState(dict[Any, Any]):
         entry = dict.get(self._state, real)
         return self._state.raw(real) if entry is None else entry
 
-    def __contains__(self, alias: Any) -> bool:
-        return dict.__contains__(self._state, self._real.get(alias, alias))
 
-    def __setitem__(self, alias: Any, entry: Any) -> None:
-        dict.__setitem__(self._state, self._real.get(alias, alias), entry)
+def _of_real(name: str) -> Callable[..., Any]:
+    method = getattr(dict, name)
 
-    def __delitem__(self, alias: Any) -> None:
-        dict.__delitem__(self._state, self._real.get(alias, alias))
+    @functools.wraps(method)
+    def call(self: AliasedState, alias: Any, *args: Any) -> Any:
+        return method(self._state, self._real.get(alias, alias), *args)
 
-    def get(self, alias: Any, default: Any = None) -> Any:
-        """As of any dictionary."""
-        return dict.get(self._state, self._real.get(alias, alias), default)
-
-    def setdefault(self, alias: Any, default: Any = None) -> Any:
-        """As of any dictionary."""
-        return dict.setdefault(self._state, self._real.get(alias, alias), default)
-
-    def pop(self, alias: Any, *default: Any) -> Any:
-        """As of any dictionary."""
-        return dict.pop(self._state, self._real.get(alias, alias), *default)
+    return call
 
 
 def _refused(name: str) -> Callable[..., Any]:
@@ -247,7 +236,10 @@ def _refused(name: str) -> Callable[..., Any]:
     return call
 
 
+_REAL = "__contains__ __delitem__ __setitem__ get pop setdefault"
 _WHOLE = "__iter__ __len__ clear copy items keys popitem update values"
 
+for _name in _REAL.split():
+    setattr(AliasedState, _name, _of_real(_name))
 for _name in _WHOLE.split():
     setattr(AliasedState, _name, _refused(_name))

@@ -15,8 +15,7 @@ from bytesched.observe import Observers
 
 from ..dependency.failures import Progress
 from ..routes.groups.group import Group
-from ..routes.groups.messages import Messages
-from ..routes.groups.waiter import Waiter
+from ..routes.groups.messages import Messages, Waiter
 from .routes import WEIGHTS, Cargo, Route, name_of, sends, source, tag_of, visits
 from .stage import WAITING, Rooms, Stage
 

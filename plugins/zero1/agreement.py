@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import threading
-import zlib
 from collections.abc import Callable, Sequence
 from enum import IntEnum
 from typing import Any, Final, NamedTuple, NoReturn
@@ -263,11 +262,6 @@ class Agreement:
 
     def __repr__(self) -> str:
         return f"<Agreement: {self.rounds} rounds, {self.steps} steps>"
-
-
-def digest_of(*values: object) -> int:
-    """The same number on all ranks for the same values."""
-    return zlib.crc32(repr(values).encode())
 
 
 #: groups of scripts, and what is called before a barrier of each

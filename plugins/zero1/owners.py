@@ -23,9 +23,10 @@ from ..planned.buckets import Bucket, Member
 from ..planned.bundles import Slot
 from ..planned.spans import Carried
 from ..planned.wire import Exchanging
+from ..queries import digest
 from ..routes.groups.group import Group
 from ..update.separable import is_elementwise
-from .agreement import Agreement, Kind, answer_in_barriers, digest_of
+from .agreement import Agreement, Kind, answer_in_barriers
 from .checkpoint import HeldEntry, ShardedState, plain_name
 from .ownership import Ownership
 from .questions import OwnersQuestions
@@ -75,6 +76,7 @@ class Owners:
         self.is_stepping = False
         self.states = States(self._slots, lambda number: self._agreement.ask_states(number))
         self._agreement = Agreement(group, failures, self.states.answer)
+        self.leave, self.disown = self._agreement.leave, self._agreement.disown
         self._carried = Carried(observers)
         self._sums = Sums(wire, self._carried, self._wait)
         self.questions = OwnersQuestions(
@@ -160,13 +162,13 @@ class Owners:
         if not buckets:
             self._sums.finish()
             return
-        self._agreement.say(Kind.READ, digest_of([bucket.chunks[0].index for bucket in buckets]))
+        self._agreement.say(Kind.READ, digest(str([bucket.chunks[0].index for bucket in buckets])))
         self._sums.bring(buckets)
         self._meter.waited(by, began, is_exposed=True)
 
     def _numbers(self, text: str, measured: Callable[[], torch.Tensor]) -> torch.Tensor:
         began = self._meter.moment()
-        self._agreement.say(Kind.ASK, digest_of(text))
+        self._agreement.say(Kind.ASK, digest(text))
         self._sums.finish()
         try:
             mine = measured()
@@ -191,7 +193,7 @@ class Owners:
         began = self._meter.moment()
         self._agreement.steps += 1
         histories = [member.history for member in members]
-        self._agreement.say(Kind.STEP, digest_of(optimizer, names, histories))
+        self._agreement.say(Kind.STEP, digest(str((optimizer, names, histories))))
         self._sums.finish()
         self._meter.waited("step", began, is_exposed=True)
 
@@ -244,10 +246,6 @@ class Owners:
                 "with shard=True, wrap every optimizer of a model before its first backward pass"
             )
 
-    def leave(self) -> None:
-        """This rank takes no more steps; see `Agreement.leave`."""
-        self._agreement.leave()
-
     def restore(self) -> None:
         """Optimizers get the state that other ranks hold: from here on they are ordinary ones."""
         self.states.restore()
@@ -260,10 +258,6 @@ class Owners:
         if not is_over and not self._agreement.end():
             log.warning("rank %d ends while others go on, or are gone", self._wire.rank)
         self.states.close()
-
-    def disown(self) -> None:
-        """See `Agreement.disown`."""
-        self._agreement.disown()
 
     def let_go(self) -> None:
         """Nothing is under way any more: works keep connections open."""

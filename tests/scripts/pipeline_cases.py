@@ -34,7 +34,7 @@ from torch.distributed.pipelining import PipelineStage, ScheduleGPipe, schedules
 
 import bytesched
 from bytesched.pipeline.order import Order
-from bytesched.plugins.dropped import wait_for_ends
+from bytesched.plugins.ending import wait_for_ends
 from bytesched.plugins.registry import sessions
 from bytesched.run.watch import watch
 

@@ -10,7 +10,7 @@ from together import together
 from torch._C._distributed_c10d import HashStore, PrefixStore
 
 from bytesched.plugins.routes.groups.group import Group
-from bytesched.plugins.routes.groups.notes import Notes
+from bytesched.plugins.routes.groups.store import Notes
 
 
 def connected(ranks: int, timeout_s: float = 300.0) -> list[Group]:

@@ -11,7 +11,7 @@ import torch
 from torch._C._distributed_c10d import HashStore
 
 from bytesched.plugins.routes.groups.group import Group
-from bytesched.plugins.routes.groups.notes import Notes
+from bytesched.plugins.routes.groups.store import Notes
 
 CLOSED = "Connection closed by peer [127.0.0.1]:1234"
 #: of every wait of a test; none is ever waited out

@@ -11,8 +11,8 @@ from together import together
 from torch._C._distributed_c10d import HashStore, PrefixStore
 
 from bytesched.plugins.routes.groups.group import Group
-from bytesched.plugins.routes.groups.notes import Notes
-from bytesched.plugins.routes.levels.sums import TwoLevelSums
+from bytesched.plugins.routes.groups.store import Notes
+from bytesched.plugins.routes.levels import TwoLevelSums
 
 #: of every wait; none is ever waited out
 TIMEOUT_S: Final = 100.0

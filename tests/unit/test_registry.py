@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from bytesched.plugins import registry
-from bytesched.plugins.dropped import wait_for_ends
+from bytesched.plugins.ending import wait_for_ends
 
 FORKED = """
     import os, sys

@@ -19,10 +19,8 @@ from bytesched.errors import (
     TransportError,
 )
 
-from ...dropped import end_soon
-from .notes import Notes
-
-__all__ = ["Group", "is_cut"]
+from ...ending import end_soon
+from .store import Notes
 
 #: for threads of a broken group to end
 PATIENCE_S: Final = 5.0

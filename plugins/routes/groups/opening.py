@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import threading
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from string import digits
@@ -12,13 +14,41 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from bytesched.environment import gloo_interfaces
 from bytesched.errors import PeerLost, PluginError, SchedulerTimeout, in_one_line
 
-from .devices import shared_devices
 from .group import Group, is_cut
-from .notes import Notes
+from .store import Notes
 
-__all__ = ["closed_on_error", "kind_of", "open_gloo", "open_group", "open_part", "store_of"]
+#: by the process that has their threads, which a forked child has not; interfaces; and use
+_devices: dict[tuple[int, tuple[str, ...], str], list[Any]] = {}
+_lock = threading.Lock()
+
+
+def shared_devices(use: str) -> list[Any]:
+    """The devices of this process for groups of one use, one for each interface that Gloo is given.
+
+    Groups share the thread that reads and writes sockets, and the port that ranks connect to. What
+    one of them has under way delays the others of the same use.
+    """
+    interfaces = tuple(gloo_interfaces())
+    key = os.getpid(), interfaces, use
+    with _lock:
+        if key not in _devices:
+            _devices[key] = _new_devices(interfaces)
+        return _devices[key]
+
+
+def _new_devices(interfaces: tuple[str, ...]) -> list[Any]:
+    gloo: Any = dist.ProcessGroupGloo
+    # Whatever TORCH_GLOO_LAZY_INIT says of the script's groups: where two ranks connect only when
+    # they first send, a look at a rank that died before blocks until its connection times out.
+    knows_late = "lazy_init" in (gloo.create_default_device.__doc__ or "")
+    late = {"lazy_init": False} if knows_late else {}
+    if not interfaces:
+        return [gloo.create_default_device(**late)]
+    return [gloo.create_device(interface=interface, **late) for interface in interfaces]
+
 
 #: purposes of groups that carry little, one thing at a time
 _SHORT: Final = frozenset({"buffers", "control", "statements"})
@@ -55,60 +85,49 @@ def kind_of(base: dist.ProcessGroup, device: torch.device) -> str:
     return "nccl" if name.startswith("nccl") else name
 
 
-def open_group(base: dist.ProcessGroup, kind: str, *, name: str, timeout_s: float) -> Group:
-    """A group of our own over the ranks of ``base``; collective.
+def open_group(
+    base: dist.ProcessGroup,
+    kind: str,
+    *,
+    name: str,
+    timeout_s: float,
+    members: Sequence[int] | None = None,
+) -> Group:
+    """A group of our own over the ranks of ``base``, or over some of them; collective among these.
 
     Args:
         base: the user's group; only its store is used.
         kind: the backend, "gloo" or "nccl".
-        name: "session/purpose", the same on all ranks, unique in this job; a number may follow.
+        name: "session/purpose", the same on these ranks, unique in this job; a number may follow.
         timeout_s: of every operation on it.
+        members: ranks of ``base``, of which this is one; None: all.
     """
     root = store_of(base)
+    members = range(base.size()) if members is None else members
     # Not through new_group: it must outlive destroy_process_group for the last step, and ranks
     # outside of ``base`` would have to call it, too.
     store = distributed_c10d.PrefixStore(f"bytesched/{name}", root)
+    rank, size = members.index(base.rank()), len(members)
     if kind == "gloo":
-        return open_gloo(store, root, base.rank(), base.size(), name=name, timeout_s=timeout_s)
-    if kind != "nccl":
-        raise PluginError(f"backend {kind!r} is not supported; gloo and nccl are")
-    return _open_nccl(base, range(base.size()), name=name, timeout_s=timeout_s)
-
-
-def open_part(
-    base: dist.ProcessGroup,
-    members: Sequence[int],
-    kind: str = "gloo",
-    *,
-    name: str,
-    timeout_s: float,
-) -> Group:
-    """A group over ``members``, ranks of ``base`` of which this is one.
-
-    Collective among them.
-
-    Args:
-        kind: the backend, "gloo" or "nccl".
-        name: as for `open_group`, and of these members alone.
-    """
-    if kind == "nccl":
-        group = _open_nccl(base, members, name=name, timeout_s=timeout_s)
-    else:
-        root = store_of(base)
-        store = distributed_c10d.PrefixStore(f"bytesched/{name}", root)
-        rank, size = members.index(base.rank()), len(members)
         group = open_gloo(store, root, rank, size, name=name, timeout_s=timeout_s)
         # What a rank says of itself is read by those of other groups as well.
-        group.notes = _notes(root, name, base.rank())
+        group.notes.rank = base.rank()
+    elif kind == "nccl":
+        group = _open_nccl(base, members, store, name=name, timeout_s=timeout_s)
+    else:
+        raise PluginError(f"backend {kind!r} is not supported; gloo and nccl are")
     group.members = members
     return group
 
 
 def _open_nccl(
-    base: dist.ProcessGroup, members: Sequence[int], *, name: str, timeout_s: float
+    base: dist.ProcessGroup,
+    members: Sequence[int],
+    store: distributed_c10d.Store,
+    *,
+    name: str,
+    timeout_s: float,
 ) -> Group:
-    root = store_of(base)
-    store = distributed_c10d.PrefixStore(f"bytesched/{name}", root)
     all_ranks = distributed_c10d.get_process_group_ranks(base)
     options: Any = dist.ProcessGroupNCCL.Options()
     options.is_high_priority_stream = True
@@ -118,7 +137,7 @@ def _open_nccl(
     options.group_name = f"bytesched/{name}"
     rank = members.index(base.rank())
     backend = dist.ProcessGroupNCCL(store, rank, len(members), options)
-    notes = _notes(root, name, base.rank())
+    notes = _notes(store_of(base), name, base.rank())
     return Group(backend, store, notes, name=name, timeout_s=timeout_s)
 
 

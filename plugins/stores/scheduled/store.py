@@ -15,7 +15,7 @@ from bytesched.log import show
 from bytesched.observe import Observers
 from bytesched.trace.timeline import observers_here
 
-from ...dropped import end_when_gone
+from ...ending import end_when_gone
 from ...registry import kind_of_store
 from .key_slots import KeySlot, cut, fill, plain
 from .transfers import Transfers

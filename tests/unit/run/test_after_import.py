@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from bytesched.run.after_import import after_import
+from bytesched.run.watch import after_import
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from bytesched.kvstore import AsyncKVStore, Ended, Key, KVStore, LocalKVStore
 from bytesched.kvstore.local import _Entry
 from bytesched.kvstore.pipes import chunks_on_their_way
 from bytesched.observe import Observer, Observers
-from bytesched.plugins.dropped import wait_for_ends
+from bytesched.plugins.ending import wait_for_ends
 from bytesched.plugins.stores.scheduled.store import ScheduledKVStore
 from bytesched.testing import KVStoreContract
 

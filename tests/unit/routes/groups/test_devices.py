@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from bytesched.plugins.routes.groups import devices
-from bytesched.plugins.routes.groups.devices import shared_devices
+from bytesched.plugins.routes.groups import opening as devices
+from bytesched.plugins.routes.groups.opening import shared_devices
 
 
 class Gloo:

@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import HashStore
 from bytesched.errors import PeerLost, TransportError
 from bytesched.plugins.routes.groups import group as module
 from bytesched.plugins.routes.groups.group import Group
-from bytesched.plugins.routes.groups.notes import Notes
+from bytesched.plugins.routes.groups.store import Notes
 
 
 class BrokenLink:

@@ -9,8 +9,8 @@ import pytest
 from torch.distributed import DistStoreError
 
 from bytesched.errors import PeerLost, TransportError
-from bytesched.plugins.routes.groups import keys as store_keys
-from bytesched.plugins.routes.groups.keys import await_keys
+from bytesched.plugins.routes.groups import store as store_keys
+from bytesched.plugins.routes.groups.store import await_keys
 
 TIMEOUT_S = 250.0
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from torch._C._distributed_c10d import HashStore
 
-from bytesched.plugins.routes.groups import notes as module
-from bytesched.plugins.routes.groups.notes import Notes
+from bytesched.plugins.routes.groups import store as module
+from bytesched.plugins.routes.groups.store import Notes
 
 
 def test_the_first_note_counts() -> None:

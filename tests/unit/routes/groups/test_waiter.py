@@ -11,8 +11,7 @@ import pytest
 from fake_gloo import CLOSED, TIMEOUT_S, Ends, FakeGloo, FakeWork, fake_group
 
 from bytesched.errors import PeerLost
-from bytesched.plugins.routes.groups.messages import Messages
-from bytesched.plugins.routes.groups.waiter import Waiter
+from bytesched.plugins.routes.groups.messages import Messages, Waiter
 
 
 @pytest.fixture

@@ -12,10 +12,9 @@ from together import together
 from torch._C._distributed_c10d import HashStore
 
 from bytesched.errors import PluginError
+from bytesched.plugins.routes import levels as module
 from bytesched.plugins.routes.groups.group import Group
-from bytesched.plugins.routes.levels import choosing
-from bytesched.plugins.routes.levels.choosing import open_levels
-from bytesched.plugins.routes.levels.sums import TwoLevelSums
+from bytesched.plugins.routes.levels import TwoLevelSums, open_levels
 
 EVEN = ["a", "a", "b", "b"]
 
@@ -89,22 +88,22 @@ def test_ranks_meet_those_of_their_host_and_of_their_place(hosts: list[str]) -> 
 def test_left_to_itself_it_takes_what_is_faster(
     monkeypatch: pytest.MonkeyPatch, flat_s: float, levels_s: float
 ) -> None:
-    monkeypatch.setattr(choosing, "_seconds", lambda *_: (flat_s, levels_s))
+    monkeypatch.setattr(module, "_seconds", lambda *_: (flat_s, levels_s))
     assert [sums is not None for sums in opened("auto")] == [levels_s < flat_s] * 4
 
 
 def test_ranks_measure_for_themselves_and_decide_by_the_slowest(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(choosing, "_NBYTES", 1 << 10)
+    monkeypatch.setattr(module, "_NBYTES", 1 << 10)
     seen: list[tuple[float, float]] = []
-    seconds = choosing._seconds
+    seconds = module._seconds
 
     def spy(data: Group, sums: TwoLevelSums) -> tuple[float, float]:
         seen.append(seconds(data, sums))
         return seen[-1]
 
-    monkeypatch.setattr(choosing, "_seconds", spy)
+    monkeypatch.setattr(module, "_seconds", spy)
     opened("auto")
     assert len(seen) == 4
     assert len(set(seen)) == 1

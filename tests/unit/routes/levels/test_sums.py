@@ -14,8 +14,8 @@ from together import together
 
 from bytesched.errors import PeerLost, SchedulerClosed, TransportError
 from bytesched.plugins.planned.buckets import uses
-from bytesched.plugins.routes.levels import sums as module
-from bytesched.plugins.routes.levels.sums import TwoLevelSums
+from bytesched.plugins.routes import levels as module
+from bytesched.plugins.routes.levels import TwoLevelSums
 
 LIMIT = timedelta(seconds=100)
 

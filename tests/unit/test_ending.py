@@ -13,20 +13,20 @@ from functools import partial
 
 import pytest
 
-from bytesched.plugins import dropped
+from bytesched.plugins import ending
 
 TIMEOUT_S = 250.0
 
 #: an end that outlives the patience with it; the interpreter would not wait for its thread
 SLOW = """
 import threading, time
-from bytesched.plugins import dropped
+from bytesched.plugins import ending
 begun = threading.Event()
 def end():
     begun.set()
     time.sleep(0.3)
     print("over", flush=True)
-dropped.{how}
+ending.{how}
 assert begun.wait(30)
 """
 
@@ -52,9 +52,9 @@ def test_what_an_end_referred_to_is_gone_when_it_is_over() -> None:
     let_go = threading.Event()
     subject = Subject()
     weakref.finalize(subject, let_go.set)
-    dropped.end_beside(partial(Subject.end, subject))
+    ending.end_beside(partial(Subject.end, subject))
     del subject
-    dropped.wait_for_ends()
+    ending.wait_for_ends()
     assert let_go.is_set()
 
 
@@ -64,10 +64,10 @@ def assert_set(event: threading.Event) -> None:
 
 def test_a_forked_child_waits_for_no_end_of_its_parent() -> None:
     goes_on = threading.Event()
-    dropped.end_beside(lambda: assert_set(goes_on))
+    ending.end_beside(lambda: assert_set(goes_on))
     child = os.fork()
     if not child:
-        dropped.wait_for_ends()
+        ending.wait_for_ends()
         os._exit(0)
     try:
         deadline_s = time.monotonic() + TIMEOUT_S
@@ -79,27 +79,27 @@ def test_a_forked_child_waits_for_no_end_of_its_parent() -> None:
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
         goes_on.set()
-        dropped.wait_for_ends()
+        ending.wait_for_ends()
 
 
 def test_what_blocks_does_not_hold_the_process(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(dropped, "_LAST_WAIT_S", 0.0)
+    monkeypatch.setattr(ending, "_LAST_WAIT_S", 0.0)
     never = threading.Event()
-    dropped.end_soon(partial(_wait, never), 0.0)
-    dropped.wait_for_ends()
-    dropped.wait_for_last()
+    ending.end_soon(partial(_wait, never), 0.0)
+    ending.wait_for_ends()
+    ending.wait_for_last()
     assert "1 connections are not closed after 0 s" in caplog.text
     never.set()
     monkeypatch.undo()
-    dropped.wait_for_last()
+    ending.wait_for_last()
 
 
 def test_what_has_deadlines_is_waited_for_however_long_it_takes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(dropped, "_LAST_WAIT_S", 0.0)
+    monkeypatch.setattr(ending, "_LAST_WAIT_S", 0.0)
     looks: list[float] = []
     goes_on = threading.Event()
 
@@ -110,8 +110,8 @@ def test_what_has_deadlines_is_waited_for_however_long_it_takes(
             goes_on.set()
 
     monkeypatch.setattr("time.sleep", look)
-    dropped.end_beside(partial(_wait, goes_on))
-    dropped.wait_for_last()
+    ending.end_beside(partial(_wait, goes_on))
+    ending.wait_for_last()
     assert goes_on.is_set()
 
 
