@@ -50,9 +50,9 @@ def waiting(job: Job, name: str, *, waits: bool = True) -> Iterator[None]:
     assert not job.wrapped or (HeldWork.begun > before) == waits, name
 
 
-def looks(job: Job, kind: str) -> None:
-    """Each look of that kind while nothing of its step has arrived."""
-    for name, look in LOOKS[kind].items():
+def looks(job: Job, kind: str, one_in: int) -> None:
+    """Looks of that kind, one in so many of them, while nothing of its step has arrived."""
+    for name, look in list(LOOKS[kind].items())[::one_in]:
         model = job.ddp(mlp())
         optimizer = job.wrap(adamw(model), model)
         free_steps(job, model, optimizer)

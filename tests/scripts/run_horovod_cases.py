@@ -9,7 +9,7 @@ from unittest import mock
 import horovod.torch as hvd
 import torch
 from horovod_training import HorovodJob
-from run_cases import Case, run_both_ways
+from run_cases import run_both_ways
 from torch import Tensor, nn
 from training import STEPS, Job, adamw, mlp, sgd, train
 
@@ -171,24 +171,5 @@ def wrapped_by_the_script(job: Job) -> None:
     job.record_state(model, optimizer)
 
 
-CASES: dict[str, Case] = {
-    case.__name__: case
-    for case in (
-        usual,
-        resumed,
-        one_rank_has_other_settings,
-        called_by_one_rank,
-        inside_a_trainer,
-        two_models,
-        clipped_and_accumulated,
-        compiled_first,
-        compiled_later,
-        parameters_of_several_models,
-        no_module,
-        wrapped_by_the_script,
-    )
-}
-
-
-def run_all() -> None:
-    run_both_ways(CASES, HorovodJob)
+def run_all(names: list[str]) -> None:
+    run_both_ways({name: globals()[name] for name in names}, HorovodJob)

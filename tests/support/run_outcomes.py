@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from typing import Any
 
+import pytest
 from ranks import ExitedRank
 
 #: far below the size of a layer
@@ -21,3 +23,12 @@ def outcomes(rank: ExitedRank) -> Outcomes:
 
 def left(said: list[str]) -> list[str]:
     return [line for line in said if "left as it was" in line]
+
+
+def selected(
+    request: pytest.FixtureRequest, cases: Iterable[str], always: Iterable[str]
+) -> list[str]:
+    """The cases of a file that its selected tests are about, and others."""
+    items = [item for item in request.session.items if item.path == request.path]
+    names = {item.callspec.params.get("name") for item in items if hasattr(item, "callspec")}
+    return [name for name in cases if name in {*names, *always}]

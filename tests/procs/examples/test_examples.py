@@ -1,7 +1,7 @@
 """The examples, run as a user runs them: plainly, and through `bytesched run`.
 
-Once for each launcher in interpreters that import everything; the others are forked from one that
-has imported torch.
+Once for each launcher, at night, in interpreters that import everything; the others are forked from
+one that has imported torch.
 """
 
 from __future__ import annotations
@@ -108,9 +108,10 @@ def test_a_graph_has_equal_losses_with_and_without_wrap(python: str) -> None:
     assert losses() == plain
 
 
-def test_ddp_has_the_loss_of_plain_ddp_and_crosses_the_barrier(python: str) -> None:
+@pytest.mark.parametrize("is_warm", [True, pytest.param(False, marks=pytest.mark.nightly)])
+def test_ddp_has_the_loss_of_plain_ddp_and_crosses_the_barrier(python: str, is_warm: bool) -> None:
     plain = plain_output([python, *TORCHRUN, "examples/ddp.py"], BYTESCHED_ENABLED="0")
-    ours = output([sys.executable, *TORCHRUN, "examples/ddp.py"])
+    ours = output([python if is_warm else sys.executable, *TORCHRUN, "examples/ddp.py"])
     assert plain[0].startswith("loss ")
     assert plain[0] == ours[0]
     figures = dict(line[2:].split(" = ") for line in ours[1:])

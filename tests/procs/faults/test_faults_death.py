@@ -167,37 +167,31 @@ def test_a_stopped_rank_that_goes_on_is_told(scenario: Scenario, runs: Runs) -> 
     assert "rank 1 said: SchedulerTimeout" in late.told["message"]
 
 
-@each(IN_WARM_UP + WHEN_PLANNED)
-@pytest.mark.one_in(5)
-def test_dies_in_warm_up_or_when_an_order_is_planned(scenario: Scenario, runs: Runs) -> None:
+def check_dies(scenario: Scenario, runs: Runs, order: str) -> None:
     ends = runs.of(scenario)
     victim, _, fault, *_ = scenario.args
     died, survivor = ends if victim == FIRST else reversed(ends)
     expected = {"kill": "PeerLost", "stop": "SchedulerTimeout"}[str(fault)]
     check_told_of(survivor, {expected})
-    assert died.told["order"] == "planned"
+    assert died.told["order"] == order
+
+
+@each(IN_WARM_UP + WHEN_PLANNED)
+@pytest.mark.one_in(5)
+def test_dies_in_warm_up_or_when_an_order_is_planned(scenario: Scenario, runs: Runs) -> None:
+    check_dies(scenario, runs, "planned")
 
 
 @each(IN_SPLIT)
 @pytest.mark.one_in(3)
 def test_dies_where_all_reduces_are_split(scenario: Scenario, runs: Runs) -> None:
-    ends = runs.of(scenario)
-    victim, _, fault, *_ = scenario.args
-    died, survivor = ends if victim == FIRST else reversed(ends)
-    expected = {"kill": "PeerLost", "stop": "SchedulerTimeout"}[str(fault)]
-    check_told_of(survivor, {expected})
-    assert died.told["order"] == "halves"
+    check_dies(scenario, runs, "halves")
 
 
 @each(IN_SHARD)
 @pytest.mark.one_in(4)
 def test_dies_where_all_reduces_are_shard(scenario: Scenario, runs: Runs) -> None:
-    ends = runs.of(scenario)
-    victim, _, fault, *_ = scenario.args
-    died, survivor = ends if victim == FIRST else reversed(ends)
-    expected = {"kill": "PeerLost", "stop": "SchedulerTimeout"}[str(fault)]
-    check_told_of(survivor, {expected})
-    assert died.told["order"] == "owners"
+    check_dies(scenario, runs, "owners")
 
 
 @each(ANSWERING)

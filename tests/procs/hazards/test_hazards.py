@@ -43,25 +43,21 @@ def test_barrier_is_crossed(two_ranks: Ranks, reader: int) -> None:
     assert float(figures["barrier_crossed_pct"]) > 0
 
 
+#: of the looks of a kind, every change tries one in three
+one_in_three = pytest.mark.parametrize("one_in", [3, pytest.param(1, marks=pytest.mark.nightly)])
+
+
+@one_in_three
 @pytest.mark.parametrize("kind", sorted(looks.WITHOUT_VALUES))
-def test_metadata_does_not_wait(two_ranks: Ranks, kind: str) -> None:
+def test_metadata_does_not_wait(two_ranks: Ranks, kind: str, one_in: int) -> None:
     """Nor does zero_grad()."""
-    held(two_ranks, hazards.looks, kind)
+    held(two_ranks, hazards.looks, kind, one_in)
 
 
-#: of what else every change reads, some and in other tests as well
-AT_NIGHT = {"checkpoints", "evaluations", "gradients_unasked"}
-
-
-@pytest.mark.parametrize(
-    "kind",
-    [
-        pytest.param(kind, marks=pytest.mark.nightly if kind in AT_NIGHT else ())
-        for kind in sorted(looks.LOOKS.keys() - looks.WITHOUT_VALUES)
-    ],
-)
-def test_what_shows_values_waits(two_ranks: Ranks, kind: str) -> None:
-    held(two_ranks, hazards.looks, kind)
+@one_in_three
+@pytest.mark.parametrize("kind", sorted(looks.LOOKS.keys() - looks.WITHOUT_VALUES))
+def test_what_shows_values_waits(two_ranks: Ranks, kind: str, one_in: int) -> None:
+    held(two_ranks, hazards.looks, kind, one_in)
 
 
 @pytest.mark.parametrize("lr", ["float", "tensor"])

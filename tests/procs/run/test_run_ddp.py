@@ -12,7 +12,7 @@ import scripts_models as models
 import scripts_optimizers as optimizers
 import scripts_rounds as rounds
 from ranks import address_of, run_fresh
-from run_outcomes import SMALL, Outcomes, left, outcomes
+from run_outcomes import SMALL, Outcomes, left, outcomes, selected
 
 pytestmark = pytest.mark.procs
 
@@ -100,10 +100,8 @@ def addressed(*names: str) -> dict[str, tuple[tuple[str, str], tuple[Any, ...]]]
 @pytest.fixture(scope="module")
 def both_ranks(request: pytest.FixtureRequest) -> list[Outcomes]:
     """Of the cases that the selected tests are about."""
-    items = [item for item in request.session.items if item.path == request.path]
-    names = {item.callspec.params.get("name") for item in items if hasattr(item, "callspec")}
-    looked_at = [name for name in CASES if name in {*names, *WITH_SETTINGS}]
-    ranks = run_fresh(scripts.run_all, timeout_s=100, env=SMALL, args=(addressed(*looked_at),))
+    cases = addressed(*selected(request, CASES, WITH_SETTINGS))
+    ranks = run_fresh(scripts.run_all, timeout_s=100, env=SMALL, args=(cases,))
     return [outcomes(rank) for rank in ranks]
 
 

@@ -73,14 +73,12 @@ def test_schedule(two_ranks: Ranks, made: str, name: str) -> None:
     more=[
         optimizers.lr_by_hand,
         optimizers.plateau,
-        optimizers.parameter_groups,
         optimizers.removed_group,
         optimizers.one_wrapped_of_two_optimizers,
         optimizers.two_models,
         optimizers.parameters_outside_the_optimizer,
         optimizers.step_every_other_backward,
         optimizers.step_without_backward,
-        optimizers.closure,
         optimizers.closure_that_only_looks,
         optimizers.global_step_hooks,
     ],
@@ -135,10 +133,6 @@ def test_grad_scaler(two_ranks: Ranks, name: str) -> None:
 @named(
     gradients.sync_attribute,
     gradients.several_forwards_one_backward,
-    more=[
-        gradients.no_sync,
-        gradients.accumulation_of_averages,
-    ],
 )
 def test_accumulation(two_ranks: Ranks, script: Callable[..., None]) -> None:
     check(two_ranks, script)
@@ -148,7 +142,6 @@ def test_accumulation(two_ranks: Ranks, script: Callable[..., None]) -> None:
     gradients.clip_by_total_norm,
     gradients.clip_some,
     more=[
-        gradients.clip_norm,
         gradients.clip_value,
     ],
 )
@@ -166,13 +159,7 @@ def test_clipping(two_ranks: Ranks, script: Callable[..., None]) -> None:
     gradients.gradients_kept_by_a_hook,
     gradients.arrays_of_gradients,
     more=[
-        gradients.gradients_scaled_in_place,
-        gradients.gradients_replaced,
-        gradients.gradients_dropped,
-        gradients.gradients_read,
-        gradients.gradients_read_after_step,
         gradients.gradients_kept,
-        gradients.gradients_zeroed_before_step,
     ],
 )
 def test_gradients_used_between_backward_and_step(
@@ -278,13 +265,8 @@ def test_module_without_ddp_called_by_method(two_ranks: Ranks) -> None:
     models.evaluated_first,
     models.work_on_one_rank,
     more=[
-        models.ignored_by_ddp,
-        models.static_graph,
         models.no_buffer_broadcast,
-        models.unused_static,
         models.unfrozen_in_place,
-        models.frozen_for_a_while,
-        models.autocast,
     ],
 )
 def test_model_use(two_ranks: Ranks, script: Callable[..., None]) -> None:
@@ -345,8 +327,6 @@ def test_compiled_after_wrap(two_ranks: Ranks, what: str) -> None:
         reading.average_by_hand,
         reading.average_compiled,
         reading.state_read_after_step,
-        reading.state_dicts,
-        reading.saved,
         reading.deep_copied_optimizer,
         reading.converted_at_the_end,
         reading.rolled_back,

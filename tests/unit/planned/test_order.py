@@ -499,6 +499,7 @@ WAITS: dict[str, tuple[Any, str, Any, Case, str]] = {
 
 
 @pytest.mark.parametrize("name", WAITS)
+@pytest.mark.one_in(2)
 def test_a_wait_that_is_taken_out_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     owner, attribute, instead, case, expected = WAITS[name]
     assert case.run() == []
