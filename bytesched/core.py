@@ -106,10 +106,6 @@ class SchedulerCore:
         has_room = self.in_flight_bytes < self.credit_bytes
         return bool(self._held) and has_room and self._queue.peek() is not None
 
-    def held_back(self) -> list[CommTask]:
-        """The ready tasks while a `hold` is in force; none without one."""
-        return list(self._queue.tasks()) if self._held else []
-
     @property
     def idle(self) -> bool:
         """True if nothing is ready or in flight."""

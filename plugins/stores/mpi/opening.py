@@ -18,10 +18,8 @@ import json
 import logging
 import signal
 import sys
-import threading
 import time
 from dataclasses import asdict, dataclass
-from queue import Empty, SimpleQueue
 from typing import Any, NoReturn
 
 import numpy as np
@@ -29,11 +27,12 @@ from mpi4py import MPI
 
 from bytesched.errors import ConfigError, MismatchError, PeerLost, PluginError, SchedulerTimeout
 
+from ..limited import limited
 from .loop import Loop
 from .messages import TO_SERVER
-from .server.server import Server
+from .server import Server
 from .transfer import OneSided, Transfer
-from .worker.store import MPIKVStore
+from .worker import MPIKVStore
 
 __all__ = ["MPIKVStore", "open_store"]
 
@@ -92,7 +91,14 @@ def open_store(
     serving = list(range(size - servers, size)) if servers else workers
     rank = own.Get_rank()
     loop = Loop(own, idle_nap_s=_SERVER_NAP_S if rank in serving else _WORKER_NAP_S)
-    moving = _one_sided(loop, settings) if transfer == "one-sided" else Transfer(loop)
+    moving = Transfer(loop)
+    if transfer == "one-sided":
+        # MPI has no request for making a window.
+        moving = limited(
+            lambda: OneSided(loop, window_bytes),
+            timeout_s,
+            lambda: _never_came(timeout_s, "all ranks to make their windows"),
+        )
     server: Server | None = None
     if rank in serving:
         server = Server(loop, moving, workers, _SERVERS_SHARE * timeout_s)
@@ -139,26 +145,6 @@ def _agree(comm: Any, settings: _Settings) -> None:
             raise MismatchError(
                 f"rank {rank} opened the store with {theirs}, rank {comm.Get_rank()} with {text}"
             )
-
-
-def _one_sided(loop: Loop, settings: _Settings) -> Transfer:
-    """MPI has no request for making a window, so a thread makes it, which may never return."""
-    made: SimpleQueue[OneSided | BaseException] = SimpleQueue()
-
-    def make() -> None:
-        try:
-            made.put(OneSided(loop, settings.window_bytes))
-        except BaseException as error:  # noqa: BLE001 - raised in the thread that waits
-            made.put(error)
-
-    threading.Thread(target=make, name="bytesched-window", daemon=True).start()
-    try:
-        moving = made.get(timeout=settings.timeout_s)
-    except Empty:
-        raise _never_came(settings.timeout_s, "all ranks to make their windows") from None
-    if isinstance(moving, BaseException):
-        raise moving
-    return moving
 
 
 def _poll(request: Any, timeout_s: float, what: str) -> None:
