@@ -116,7 +116,6 @@ class Scheduler:
         self.error: BaseException | None = None
         #: totals since the start
         self.tasks_started = 0
-        self.bytes_started = 0
         self.cpu_ns = 0
         #: time in which a task did not start for a hold; since when one does not, or 0
         self.held_ns = 0
@@ -214,7 +213,6 @@ class Scheduler:
             self._busy.begins(now_ns)
             self._started_at[task.index] = now_ns
             self.tasks_started += 1
-            self.bytes_started += task.nbytes
         self.cpu_ns += thread_time_ns() - began_ns
         for task in tasks:
             try:

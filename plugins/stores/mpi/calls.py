@@ -20,6 +20,7 @@ from bytesched.kvstore.protocol import Ended
 from .loop import Loop
 from .messages import TO_SERVER, Message, Op, push_tag
 from .server import Server
+from .transfer import Transfer
 
 __all__ = ["Calls"]
 
@@ -45,11 +46,14 @@ class Calls:
     Methods are for the loop's thread, except below other headings.
 
     Args:
+        transfer: hears of values that can be read.
         servers: ranks; the first one is where workers meet.
         timeout_s: how long an answer may take.
     """
 
-    def __init__(self, loop: Loop, servers: list[int], timeout_s: float) -> None:
+    def __init__(
+        self, loop: Loop, transfer: Transfer, servers: list[int], timeout_s: float
+    ) -> None:
         self.is_closed = False
         #: the first error, which is final
         self.error: BaseException | None = None
@@ -65,13 +69,10 @@ class Calls:
             Op.MET: self._met,
             Op.DONE: lambda server, message: self.came("call", message.step),
             Op.PUSHED: lambda server, message: self.came("push", message.key),
+            Op.READY: transfer.ready,
         }
 
     # -- what the loop calls -----------------------------------------------------------
-
-    def on(self, op: int, call: Callable[[int, Message], None]) -> None:
-        """Messages of that kind go to ``call``, with the server's rank; before the loop runs."""
-        self._by_op[op] = call
 
     def on_message(self, rank: int, message: Message) -> None:
         """A message of a server is here."""

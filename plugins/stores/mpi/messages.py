@@ -55,7 +55,6 @@ class Op(IntEnum):
     DONE = auto()
     PUSHED = auto()
     READY = auto()
-    STATE = auto()
     # to both
     FAILED = auto()
 
@@ -129,15 +128,15 @@ def memory_of(tensor: torch.Tensor) -> Any:
     return tensor.reshape(-1).view(torch.uint8).numpy()
 
 
-def packed_state(state: dict[str, torch.Tensor]) -> torch.Tensor:
-    """The bytes of a state."""
+def packed_state(state: dict[str, torch.Tensor]) -> memoryview:
+    """The memory of a state on its way."""
     file = io.BytesIO()
     # Of a view all memory would be saved.
     torch.save({name: tensor.clone() for name, tensor in state.items()}, file)
-    return torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
+    return file.getbuffer()
 
 
-def unpacked_state(data: torch.Tensor) -> dict[str, torch.Tensor]:
+def unpacked_state(data: bytearray) -> dict[str, torch.Tensor]:
     """The entries again."""
-    state: dict[str, torch.Tensor] = torch.load(io.BytesIO(memory_of(data)), weights_only=True)
+    state: dict[str, torch.Tensor] = torch.load(io.BytesIO(data), weights_only=True)
     return state

@@ -19,7 +19,6 @@ import logging
 import signal
 import sys
 import time
-from dataclasses import asdict, dataclass
 from typing import Any, NoReturn
 
 import numpy as np
@@ -49,15 +48,6 @@ _GRACE_S = 1.0
 _ABORT_S = 5
 
 
-@dataclass(frozen=True)
-class _Settings:
-    servers: int
-    transfer: str
-    timeout_s: float
-    window_bytes: int
-    updates: bool
-
-
 def open_store(
     comm: Any = None,
     *,
@@ -78,15 +68,21 @@ def open_store(
         updates: whether ``bytesched.wrap`` gives the optimizer to the store, so that its state
             lives on the servers and parameters come back.
     """
-    settings = _Settings(servers, transfer, timeout_s, window_bytes, updates)
+    settings = {
+        "servers": servers,
+        "transfer": transfer,
+        "timeout_s": timeout_s,
+        "window_bytes": window_bytes,
+        "updates": updates,
+    }
     base = MPI.COMM_WORLD if comm is None else comm
-    _check(settings, base.Get_size())
+    size = base.Get_size()
+    _check(servers, transfer, size)
     own, request = base.Idup()
     _poll(request, timeout_s, "all ranks at open_store")
     # Also a barrier: nothing is sent on the copy before every rank has it.
-    _agree(base, settings)
+    _agree(base, json.dumps(settings), timeout_s)
     own.Set_errhandler(MPI.ERRORS_RETURN)
-    size = own.Get_size()
     workers = list(range(size - servers))
     serving = list(range(size - servers, size)) if servers else workers
     rank = own.Get_rank()
@@ -119,26 +115,25 @@ def open_store(
     return worker
 
 
-def _check(settings: _Settings, size: int) -> None:
+def _check(servers: int, transfer: str, size: int) -> None:
     if MPI.Query_thread() < MPI.THREAD_SERIALIZED:
         raise PluginError(
             "this MPI lets only its first thread communicate; the store has a thread of its own "
             "and needs at least MPI_THREAD_SERIALIZED"
         )
-    if not 0 <= settings.servers < size:
+    if not 0 <= servers < size:
         raise ConfigError(
-            f"{settings.servers} servers of {size} ranks: at least one rank must work; servers=0 "
+            f"{servers} servers of {size} ranks: at least one rank must work; servers=0 "
             "lets every rank work and serve"
         )
-    if settings.transfer not in ("two-sided", "one-sided"):
-        raise ConfigError(f"transfer = {settings.transfer!r}: two-sided or one-sided")
+    if transfer not in ("two-sided", "one-sided"):
+        raise ConfigError(f"transfer = {transfer!r}: two-sided or one-sided")
 
 
-def _agree(comm: Any, settings: _Settings) -> None:
-    text = json.dumps(asdict(settings))
+def _agree(comm: Any, text: str, timeout_s: float) -> None:
     mine = np.frombuffer(text.encode().ljust(_SETTINGS_BYTES), dtype=np.uint8)
     everyones = np.empty((comm.Get_size(), _SETTINGS_BYTES), dtype=np.uint8)
-    _poll(comm.Iallgather(mine, everyones), settings.timeout_s, "the settings of all ranks")
+    _poll(comm.Iallgather(mine, everyones), timeout_s, "the settings of all ranks")
     for rank, other in enumerate(everyones):
         theirs = other.tobytes().decode().rstrip()
         if theirs != text:

@@ -237,16 +237,12 @@ class Server:
         state = {"value": entry.value.clone()}
         if entry.optimizer is not None:
             state.update(entry.optimizer.state)
-        data = packed_state(state)
-        rank = self._workers[worker]
-        self._loop.send_message(
-            rank, TO_WORKER, Message(Op.STATE, entry.number, nbytes=data.nbytes)
-        )
-        self._loop.send(memory_of(data), rank, pull_tag(entry.number), lambda: None)
+        rank, data = self._workers[worker], packed_state(state)
+        self._loop.send(data, rank, pull_tag(entry.number))
 
     def _set_state(self, worker: int, message: Message) -> None:
         entry = self._known(message, worker)
-        data = torch.empty(message.nbytes, dtype=torch.uint8)
+        data = bytearray(message.nbytes)
 
         def arrived() -> None:
             state = unpacked_state(data)
@@ -257,4 +253,4 @@ class Server:
                 entry.optimizer.load(state)
             self._done(worker, message)
 
-        self._loop.receive(memory_of(data), self._workers[worker], push_tag(entry.number), arrived)
+        self._loop.receive(data, self._workers[worker], push_tag(entry.number), arrived)

@@ -66,11 +66,7 @@ class MPIKVStore:
         self._loop = loop
         self._transfer = transfer
         self._server = server
-        self._calls = Calls(loop, servers, timeout_s)
-        self._calls.on(Op.READY, transfer.ready)
-        self._calls.on(Op.STATE, self._receive_state)
-        #: where states go that were asked for, by number of the key
-        self._states: dict[int, Callable[[torch.Tensor], None]] = {}
+        self._calls = Calls(loop, transfer, servers, timeout_s)
         loop.add(self._calls, TO_WORKER)
 
     @property
@@ -197,23 +193,29 @@ class MPIKVStore:
         """The value of ``key``, named "value", and the optimizer's state of it."""
         call = f"get_state of key {key!r}"
         remote = self._known(key, "get_state")
-        received: list[torch.Tensor] = []
+        number, data = remote.number, bytearray()
 
         def begin(ended: Ended) -> None:
-            if self._calls.expect("state", remote.number, call, remote.server, ended):
-                self._states[remote.number] = received.append
-                message = Message(Op.GET_STATE, remote.number)
+            if self._calls.expect("state", number, call, remote.server, ended):
+                self._loop.receive_checked(
+                    data,
+                    remote.server,
+                    pull_tag(number),
+                    lambda: self._calls.came("state", number),
+                    call,
+                )
+                message = Message(Op.GET_STATE, number)
                 self._loop.send_message(remote.server, TO_SERVER, message)
 
         self._calls.wait(call, begin)
-        return unpacked_state(received[0])
+        return unpacked_state(data)
 
     def set_state(self, key: Key, state: dict[str, torch.Tensor]) -> None:
         """Gives ``key`` the state that ``get_state`` returned, as worker 0 has it; collective."""
         remote = self._known(key, "set_state")
         self._calls.meet(f"set_state {key!r}")
         if self.rank == 0:
-            call, memory = f"set_state of key {key!r}", memory_of(packed_state(state))
+            call, memory = f"set_state of key {key!r}", packed_state(state)
             self._calls.ask(Op.SET_STATE, remote.server, call, remote.number, memory=memory)
         self._calls.meet(f"set_state {key!r}: done")
 
@@ -263,16 +265,6 @@ class MPIKVStore:
                 self._loop.send_message(remote.server, TO_SERVER, message)
 
         return begin
-
-    def _receive_state(self, rank: int, message: Message) -> None:
-        """A state is about to come."""
-        data = torch.empty(message.nbytes, dtype=torch.uint8)
-
-        def arrived() -> None:
-            self._states.pop(message.key)(data)
-            self._calls.came("state", message.key)
-
-        self._loop.receive(memory_of(data), rank, pull_tag(message.key), arrived)
 
     def _known(self, key: Key, call: str, value: Any = None) -> Remote:
         self._calls.check(f"{call} of key {key!r}")

@@ -25,7 +25,7 @@ from ...planned.beginning import add_optimizer, slots_of, stays_plain, why_whole
 from ...planned.bundles import Slot
 from ...update.separable import is_elementwise
 from ...warmup.agree import agree, statements
-from ..scheduled.store import ScheduledKVStore
+from ..scheduled import ScheduledKVStore
 from .session import StoreSession, UpdatedSession
 from .state import hyperparameters_of
 from .wire import StoreWire

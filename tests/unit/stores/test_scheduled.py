@@ -24,7 +24,7 @@ from bytesched.kvstore.local import _Entry
 from bytesched.kvstore.pipes import chunks_on_their_way
 from bytesched.observe import Observer, Observers
 from bytesched.plugins.dropped import wait_for_ends
-from bytesched.plugins.stores.scheduled.store import ScheduledKVStore
+from bytesched.plugins.stores.scheduled import ScheduledKVStore
 from bytesched.testing import KVStoreContract
 
 TESTS = sorted(name for name in dir(KVStoreContract) if name.startswith("test_"))

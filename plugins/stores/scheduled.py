@@ -15,8 +15,8 @@ from bytesched.log import show
 from bytesched.observe import Observers
 from bytesched.trace.timeline import observers_here
 
-from ...dropped import end_when_gone
-from ...registry import kind_of_store
+from ..dropped import end_when_gone
+from ..registry import kind_of_store
 from .transfers import KeySlot, Transfers, cut, fill, plain
 
 __all__ = ["ScheduledKVStore", "begin"]
