@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from bytesched.config import ConfigFields
     from bytesched.kvstore.protocol import KVStore
-    from bytesched.plugins.stores.scheduled.store import ScheduledKVStore
+    from bytesched.plugins.stores.scheduled import ScheduledKVStore
     from bytesched.plugins.zero1.checkpoint import ShardedState
 
 __all__ = [

@@ -42,8 +42,6 @@ class SchedulerCore:
         self._in_flight: dict[int, CommTask] = {}
         #: bytes started and not finished
         self.in_flight_bytes = 0
-        #: bytes in flight and window just before the latest start
-        self._last_start = (0, self.credit_bytes)
         self._stopped = False
         #: how many holds are in force
         self._held = 0
@@ -106,10 +104,6 @@ class SchedulerCore:
         has_room = self.in_flight_bytes < self.credit_bytes
         return bool(self._held) and has_room and self._queue.peek() is not None
 
-    def held_back(self) -> list[CommTask]:
-        """The ready tasks while a `hold` is in force; none without one."""
-        return list(self._queue.tasks()) if self._held else []
-
     @property
     def idle(self) -> bool:
         """True if nothing is ready or in flight."""
@@ -123,18 +117,6 @@ class SchedulerCore:
             if task is None or noted is task
         ]
         return "\n".join(lines[-20:]) or "  (no events)"
-
-    def validate(self) -> None:
-        """Raises AssertionError unless every invariant holds."""
-        flying, queued = list(self._in_flight.values()), list(self._queue.tasks())
-        assert self.in_flight_bytes == sum(task.nbytes for task in flying)
-        before_bytes, window_bytes = self._last_start
-        assert before_bytes < window_bytes, repr(self)
-        if flying:
-            assert self.in_flight_bytes <= before_bytes + flying[-1].nbytes, repr(self)
-        assert len({id(task) for task in queued}) == len(self._queue)
-        assert all(task.state is TaskState.SENDING for task in flying), flying
-        assert all(task.state is TaskState.READY for task in queued), queued
 
     # -- decisions ---------------------------------------------------------------------
 
@@ -153,7 +135,6 @@ class SchedulerCore:
             task.start()
             if self._admission is not None:
                 self._admission.started(task)
-            self._last_start = (self.in_flight_bytes, window_bytes)
             self._in_flight[id(task)] = task
             self.in_flight_bytes += task.nbytes
             self._note("start", task)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 from bytesched.errors import InvalidTransition
@@ -31,9 +31,6 @@ class ReadyQueue(Protocol):
 
     def extend(self, indices: Sequence[int]) -> None:
         """The next tasks of the agreed order."""
-
-    def tasks(self) -> Iterable[CommTask]:
-        """The ready tasks, in no order."""
 
     def __len__(self) -> int: ...
 
@@ -59,9 +56,6 @@ class Leading:
 
     def extend(self, indices: Sequence[int]) -> None:
         raise TypeError(f"a policy chooses, and follows no order: {list(indices)}")
-
-    def tasks(self) -> Iterator[CommTask]:
-        return (task for _, _, task in self._heap)
 
     def __len__(self) -> int:
         return len(self._heap)
@@ -89,9 +83,6 @@ class Following:
 
     def extend(self, indices: Sequence[int]) -> None:
         self._order.extend(indices)
-
-    def tasks(self) -> Iterable[CommTask]:
-        return self._ready.values()
 
     def __len__(self) -> int:
         return len(self._ready)

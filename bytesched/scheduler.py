@@ -8,24 +8,39 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from queue import SimpleQueue
 from time import perf_counter_ns, thread_time_ns
-from typing import Final
+from typing import Final, Protocol
 
 from bytesched.busy import Busy
 from bytesched.core import SchedulerCore
 from bytesched.errors import SchedulerClosed
 from bytesched.observe import Observers
 from bytesched.task import CommTask
-from bytesched.transport import Transport
 
-__all__ = ["EventThread", "Scheduler"]
+__all__ = ["Done", "EventThread", "Scheduler", "Transport"]
 
 log = logging.getLogger("bytesched")
 
 #: One thing for a scheduler to do; returns the tasks to start.
 _Event = Callable[[], Sequence[CommTask]]
 _CLOSE: Final = None
+#: Called once per started task, from any thread, with the error that ended it, if one did.
+Done = Callable[[CommTask, BaseException | None], None]
 #: for a hold that another thread has to handle, as it is handling something at the moment
 _HELD_WITHIN_S: Final = 0.05
+
+
+class Transport(Protocol):
+    """What moves a task's bytes. Calls of ``start`` follow one another, on any threads."""
+
+    def start(self, task: CommTask, done: Done) -> None:
+        """Begins to send ``task``, in call order, and returns without waiting for the peer.
+
+        ``done`` is called exactly once, also when it fails. An exception raised here counts as
+        the failure of ``task``; ``done`` is then not called.
+        """
+
+    def close(self) -> None:
+        """Releases everything; tasks in flight fail. Idempotent."""
 
 
 class EventThread:
@@ -101,7 +116,6 @@ class Scheduler:
         self.error: BaseException | None = None
         #: totals since the start
         self.tasks_started = 0
-        self.bytes_started = 0
         self.cpu_ns = 0
         #: time in which a task did not start for a hold; since when one does not, or 0
         self.held_ns = 0
@@ -153,27 +167,6 @@ class Scheduler:
 
         self._put(release)
 
-    def trace_urgent(self, name: str, began_ns: int, ended_ns: int) -> None:
-        """A section that has held this scheduler ends: observers hear of it, and of what waits."""
-        if self._observers.are_any:
-
-            def trace() -> Sequence[CommTask]:
-                held = self.core.held_back()
-                args = {"held": len(held), "bytes": sum(task.nbytes for task in held)}
-                self._observers.on_span("urgent", name, began_ns, ended_ns, args)
-                return ()
-
-            self._put(trace)
-
-    def fail(self, error: BaseException) -> None:
-        """Something outside the transport went wrong: nothing is started any more."""
-
-        def stop() -> Sequence[CommTask]:
-            self._give_up(error)
-            return ()
-
-        self._put(stop)
-
     def _put(self, event: _Event) -> None:
         self._events.put(self._handle, event)
 
@@ -220,7 +213,6 @@ class Scheduler:
             self._busy.begins(now_ns)
             self._started_at[task.index] = now_ns
             self.tasks_started += 1
-            self.bytes_started += task.nbytes
         self.cpu_ns += thread_time_ns() - began_ns
         for task in tasks:
             try:

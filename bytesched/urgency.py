@@ -62,7 +62,7 @@ class Urgency:
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._members: dict[Scheduler, None] = {}
-        #: told of sections, beside those that schedulers have
+        #: told of sections
         self._observers: dict[Observers, None] = {}
         self._sections: dict[Section, None] = {}
         #: threads that wait for something of ours
@@ -132,8 +132,6 @@ class Urgency:
             now_ns = perf_counter_ns()
             length_ns = now_ns - section.began_ns
             self._total_ns += length_ns
-            for scheduler in tuple(self._members):
-                scheduler.trace_urgent(section.name, section.began_ns, now_ns)
             for observers in tuple(self._observers):
                 observers.on_span("urgent", section.name, section.began_ns, now_ns)
             if self._is_over:

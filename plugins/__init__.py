@@ -130,7 +130,7 @@ def wrap_found(
 
         return wrap_mxnet(optimizer, config)
     if is_store:
-        from .stores.scheduled.store import begin as wrap_store
+        from .stores.scheduled import begin as wrap_store
 
         return wrap_store(optimizer, config)
     session = _begin(

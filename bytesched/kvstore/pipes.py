@@ -7,25 +7,27 @@ returns when the push has ended, and not, as in ByteScheduler's code, with the p
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as TooLate
 from functools import partial
 from queue import SimpleQueue
 from threading import Lock, Thread, current_thread
 from typing import Any
 
 from bytesched.core import SchedulerCore
-from bytesched.errors import SchedulerClosed
-from bytesched.kvstore.protocol import Ended, Key, KVStore
+from bytesched.errors import SchedulerClosed, SchedulerTimeout
+from bytesched.kvstore.protocol import Ended, Key
 from bytesched.observe import Observers
-from bytesched.order import Leading
+from bytesched.order import Leading, ReadyQueue
 from bytesched.policy import named_policy
-from bytesched.scheduler import EventThread, Scheduler
+from bytesched.scheduler import Done, EventThread, Scheduler
 from bytesched.task import CommTask
-from bytesched.transport import Done
 from bytesched.urgency import URGENCY
 
-__all__ = ["Chunk", "Pipes", "chunks_on_their_way"]
+__all__ = ["NO_LIMIT", "Chunk", "Pipes", "Work", "chunks_on_their_way"]
 
-_NO_LIMIT = 1 << 62
+#: of a window that has room for everything
+NO_LIMIT = 1 << 62
 
 
 def chunks_on_their_way(servers: int) -> int:
@@ -39,17 +41,28 @@ def chunks_on_their_way(servers: int) -> int:
     return 2 if servers <= 1 else 6
 
 
-class Chunk:
-    """A key of the store, and the buffers that its pushes are read from and its pulls fill.
+class Work(Future[None]):
+    """The end of a push or a pull, in the words of torch.distributed."""
 
-    Its pull begins when the push has ended and it was asked for.
+    def is_completed(self) -> bool:
+        """Whether it has come, or cannot."""
+        return self.done()
+
+    def get_future(self) -> Work:
+        """What tells of it."""
+        return self
+
+
+class Chunk:
+    """A key of the store, and the tasks of its pushes and pulls.
+
+    Args:
+        follows: a pull begins when it was asked for and the push before it has ended.
     """
 
-    __slots__ = ("key", "pull_into", "pull_task", "push_from", "push_task")
+    __slots__ = ("key", "pull_task", "push_task")
 
-    def __init__(
-        self, key: Key, push_task: CommTask, push_from: Any = None, pull_into: Any = None
-    ) -> None:
+    def __init__(self, key: Key, push_task: CommTask, *, follows: bool = True) -> None:
         self.key = key
         self.push_task = push_task
         self.pull_task = CommTask(
@@ -58,12 +71,12 @@ class Chunk:
             stop_at=push_task.stop_at,
             itemsize=push_task.itemsize,
             priority=push_task.priority,
+            sources=2 if follows else 1,
         )
-        # The end of the push, and itself for being asked for.
-        self.pull_task.members = (push_task, self.pull_task)
-        self.pull_task.missing = 2
-        self.push_from = push_from
-        self.pull_into = pull_into
+
+    def set_priority(self, priority: int) -> None:
+        """Lower goes first; nothing of it is under way."""
+        self.push_task.priority = self.pull_task.priority = priority
 
 
 class Pipes:
@@ -74,48 +87,76 @@ class Pipes:
             AsyncKVStore, which is given as many as the credit allows; pulls need none if it answers
             by priority.
         credit_bytes: of each pipe.
-        on_pushed: the value of that chunk has left.
-        on_pulled: the ``pull_into`` of that chunk is filled. These two on one thread.
-        on_error: called with the first error of each pipe, which starts nothing after it.
+        timeout_s: of every wait.
+        on_error: called with the first error, which is final; a pipe that has one starts nothing
+            after it.
+        pushes: which push is next, in place of the policy; all that it chooses start at once.
+        announce: see `Scheduler`, of pushes.
     """
 
     def __init__(
         self,
-        store: KVStore,
+        store: Any,
         *,
         policy: str,
         credit_bytes: int,
-        on_pulled: Callable[[Chunk], None],
-        on_error: Callable[[BaseException], None],
-        on_pushed: Callable[[Chunk], None] = lambda chunk: None,
+        timeout_s: float,
+        on_error: Callable[[BaseException], None] = lambda error: None,
         observers: Observers | None = None,
+        pushes: ReadyQueue | None = None,
+        announce: Callable[[Sequence[CommTask]], None] | None = None,
     ) -> None:
-        self._on_pushed = on_pushed
-        self._on_pulled = on_pulled
-        #: a pull's sources come on two threads
+        self.timeout_s = timeout_s
+        #: the first error, which is final
+        self.error: BaseException | None = None
+        self._unobserve = URGENCY.observe(observers) if observers is not None else lambda: None
+        self._rank = store.rank
+        self._on_error = on_error
+        #: guards the error, what it ends, and pulls, whose sources come on two threads
         self._lock = Lock()
         #: by the number of each of its tasks
         self._chunks: list[Chunk] = []
+        #: what was begun and has not ended, with its memory
+        self._begun: dict[CommTask, tuple[Work, Any]] = {}
         events = EventThread()
 
         def scheduler(
-            call: str, credit_bytes: int, finish: Callable[[CommTask], None]
+            call: str,
+            finish: Callable[[CommTask], None],
+            queue: ReadyQueue | None = None,
+            announce: Callable[[Sequence[CommTask]], None] | None = None,
         ) -> Scheduler:
             made = Scheduler(
-                SchedulerCore(Leading(named_policy(policy)), credit_bytes=credit_bytes),
-                _Moving(store, call, self._chunks),
+                SchedulerCore(
+                    Leading(named_policy(policy)) if queue is None else queue,
+                    credit_bytes=NO_LIMIT,
+                ),
+                _Moving(store, call, self._details),
+                announce=announce,
                 on_finish=finish,
-                on_error=on_error,
+                on_error=self.fail,
                 observers=observers,
                 events=events,
             )
             URGENCY.join(made)
             return made
 
-        self.pushes = scheduler("push", credit_bytes, self._pushed)
-        if getattr(store, "answers_by_priority", False):
-            credit_bytes = _NO_LIMIT
-        self.pulls = scheduler("pull", credit_bytes, self._pulled)
+        self.pushes = scheduler("push", self._pushed, pushes, announce)
+        self.pulls = scheduler("pull", self._end)
+        self._limited = [] if pushes is not None else [self.pushes]
+        if not getattr(store, "answers_by_priority", False):
+            self._limited.append(self.pulls)
+        self.limit(credit_bytes)
+
+    def limit(self, credit_bytes: int) -> None:
+        """Sets the credit of each pipe."""
+        for pipe in self._limited:
+            pipe.core.credit_bytes = credit_bytes
+
+    @property
+    def chunk_count(self) -> int:
+        """How many chunks were added."""
+        return len(self._chunks) // 2
 
     def add(self, chunk: Chunk) -> None:
         """``chunk`` belongs to them from now on; its tasks get the next two numbers."""
@@ -123,36 +164,106 @@ class Pipes:
         chunk.push_task.index, chunk.pull_task.index = index, index + 1
         self._chunks += chunk, chunk
 
-    def push(self, chunk: Chunk) -> None:
-        """``push_from`` is complete."""
-        chunk.push_task.notify_ready()
-        self.pushes.notify_ready(chunk.push_task)
+    def push(self, chunk: Chunk, array: Any) -> Work:
+        """``array`` is complete; the work ends when its value has left."""
+        return self._begin(self.pushes, chunk.push_task, array)
 
-    def ask(self, chunk: Chunk) -> None:
-        """The pull of ``chunk`` begins when its push has ended."""
+    def pull(self, chunk: Chunk, array: Any) -> Work:
+        """``array`` is to be filled; the work ends when it is."""
+        return self._begin(self.pulls, chunk.pull_task, array)
+
+    def _begin(self, pipe: Scheduler, task: CommTask, array: Any) -> Work:
+        work, is_ready = Work(), False
         with self._lock:
-            is_ready = chunk.pull_task.notify_ready()
-        if is_ready:
-            self.pulls.notify_ready(chunk.pull_task)
+            error = self.error
+            if error is None:
+                is_ready = task.notify_ready()
+                self._begun[task] = work, array
+        if error is not None:
+            work.set_exception(error)
+        elif is_ready:
+            pipe.notify_ready(task)
+        return work
+
+    def fail(self, error: BaseException) -> None:
+        """All that is under way ends with the first error, and all that follows. Any thread."""
+        with self._lock:
+            if self.error is not None:
+                return
+            self.error = error
+            begun, self._begun = self._begun, {}
+        self._on_error(error)
+        for work, _ in begun.values():
+            work.set_exception(error)
+
+    def wait(self, work: Future[None], what: str, task: str = "") -> None:
+        """Returns when ``work`` has ended; raises its error, or SchedulerTimeout."""
+        if URGENCY.is_held and not work.done():
+            with URGENCY.waiting():
+                self._wait(work, what, task)
+        else:
+            self._wait(work, what, task)
+
+    def _wait(self, work: Future[None], what: str, task: str) -> None:
+        try:
+            error = work.exception(self.timeout_s)
+        except TooLate:
+            raise SchedulerTimeout(
+                f"waited {self.timeout_s:g} s for {what}",
+                task=task,
+                rank=self._rank,
+                story=self.story(),
+            ) from None
+        if error is not None:
+            raise error.with_traceback(None)
 
     def story(self) -> list[str]:
         """The last events of both pipes, for an error's message."""
         return [*self.pushes.core.story().splitlines(), *self.pulls.core.story().splitlines()]
 
+    def figures(self, steps: int) -> dict[str, int | float]:
+        """Figures since the start, times per step."""
+        started = self.pushes.tasks_started + self.pulls.tasks_started
+        cpu_us = (self.pushes.cpu_ns + self.pulls.cpu_ns) / 1e3
+        return {
+            "push_ms": self.pushes.busy_ns / 1e6 / steps,
+            "pull_ms": self.pulls.busy_ns / 1e6 / steps,
+            "scheduler_cpu_us_per_chunk": cpu_us / max(started, 1),
+            "chunks": self.chunk_count,
+        }
+
     def close(self) -> None:
-        """Stops both. Idempotent."""
+        """Stops both. Idempotent; what is under way never ends."""
+        self._unobserve()
         for pipe in (self.pushes, self.pulls):
             URGENCY.leave(pipe)
         for pipe in (self.pushes, self.pulls):
             pipe.close()
 
-    def _pushed(self, task: CommTask) -> None:
-        chunk = self._chunks[task.index]
-        self._on_pushed(chunk)
-        self.ask(chunk)
+    # -- where events are handled ------------------------------------------------------
 
-    def _pulled(self, task: CommTask) -> None:
-        self._on_pulled(self._chunks[task.index])
+    def _details(self, task: CommTask) -> tuple[Key, Any, int]:
+        """Key, memory and priority of what starts."""
+        with self._lock:
+            if self.error is not None:
+                raise self.error
+            _, array = self._begun[task]
+        return self._chunks[task.index].key, array, task.priority
+
+    def _pushed(self, task: CommTask) -> None:
+        pull = self._chunks[task.index].pull_task
+        if pull.sources > 1:
+            with self._lock:
+                is_ready = pull.notify_ready()
+            if is_ready:
+                self.pulls.notify_ready(pull)
+        self._end(task)
+
+    def _end(self, task: CommTask) -> None:
+        with self._lock:
+            work, _ = self._begun.pop(task, (None, None))
+        if work is not None:
+            work.set_result(None)
 
 
 class _Moving:
@@ -160,12 +271,13 @@ class _Moving:
 
     Args:
         call: "push" or "pull".
-        chunks: by the number of the task.
+        details: key, memory and priority of a task.
     """
 
-    def __init__(self, store: Any, call: str, chunks: Sequence[Chunk]) -> None:
-        self._chunks = chunks
-        self._is_push = call == "push"
+    def __init__(
+        self, store: Any, call: str, details: Callable[[CommTask], tuple[Key, Any, int]]
+    ) -> None:
+        self._details = details
         self._in_flight: dict[CommTask, Done] = {}
         self._closed = False
         self._calls: _Calls | None = None
@@ -178,11 +290,10 @@ class _Moving:
     def start(self, task: CommTask, done: Done) -> None:
         if self._closed:
             raise SchedulerClosed(f"{task!r} was started on a closed store")
+        key, array, priority = self._details(task)
         self._in_flight[task] = done
-        chunk = self._chunks[task.index]
-        array = chunk.push_from if self._is_push else chunk.pull_into
         # A store counts priorities the other way round.
-        self._begin(chunk.key, array, partial(self._ended, task), -chunk.push_task.priority)
+        self._begin(key, array, partial(self._ended, task), -priority)
 
     def close(self) -> None:
         self._closed = True

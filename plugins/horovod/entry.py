@@ -9,20 +9,29 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import time
 from types import TracebackType
+from typing import Any, Final
 
 import horovod.torch as hvd
+import torch
 
+from bytesched.config import Config
 from bytesched.environment import is_horovod_elastic
 from bytesched.errors import MismatchError, TransportError, in_one_line
 
 from ..warmup.agree import disagreement
 from .operations import Operations
 
-__all__ = ["Entry"]
+__all__ = ["Announcement", "Entry", "decline"]
+
+#: for an answer that all ranks have made possible already
+_PATIENCE_S: Final = 10.0
+_NAP_S: Final = 1e-3
 
 #: of this process; a rank that joined late has made fewer
 _number = itertools.count()
+_announcements = itertools.count()
 
 
 class Entry:
@@ -82,3 +91,59 @@ class Entry:
     ) -> None:
         if error is not None and not isinstance(error, (MismatchError, TransportError)):
             self.decline(in_one_line(error))
+
+
+def decline(optimizer: torch.optim.Optimizer, why: str) -> None:
+    """Where others wrap ``optimizer``, this rank does not, and they raise its reason ``why``."""
+    process_set = vars(optimizer).get("process_set")
+    # An elastic rank may be alone in what it does now, until the next reset.
+    if not hvd.is_initialized() or process_set is None or is_horovod_elastic():
+        return
+    if process_set.included() and process_set.size() > 1:
+        Entry(process_set, Config.timeout_s).decline(why)
+
+
+class Announcement:
+    """What a rank is about to do, the n-th time; made without waiting for any other.
+
+    A reduction of all ranks has to lie between its making and `objection`: then whoever makes
+    one at all has made it, however slow.
+
+    Args:
+        optimizer: what ``hvd.DistributedOptimizer`` has made.
+        statements: what has to be the same on all ranks of its process set for all to go on.
+    """
+
+    def __init__(self, optimizer: Any, statements: list[str]) -> None:
+        self._optimizer = optimizer
+        self._operations = Operations(
+            optimizer.process_set,
+            name=f"bytesched.announcement{next(_announcements)}",
+            timeout_s=Config.timeout_s,
+        )
+        self._works = self._operations.announce_text("intent", json.dumps(statements))
+
+    @property
+    def is_first(self) -> bool:
+        """Whether no lower rank has made one."""
+        return self._operations.rank == 0
+
+    def objection(self) -> str:
+        """Why the ranks do not go on together, the same on all of them; empty if they do."""
+        deadline_s = time.monotonic() + _PATIENCE_S
+        while not all(map(self._operations.is_done, self._works)):
+            if time.monotonic() > deadline_s:
+                return (
+                    "a rank takes no part: it does not run under bytesched, or is not at the same "
+                    "place of the script"
+                )
+            time.sleep(_NAP_S)
+        try:
+            texts = self._operations.texts(self._works)
+        except TransportError as error:
+            return in_one_line(error)
+        return disagreement({r: json.loads(t) for r, t in enumerate(texts)}, self._operations.rank)
+
+    def withdraw(self, why: str) -> None:
+        """This rank does not go on as it has announced."""
+        decline(self._optimizer, why)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import threading
 import time
 from collections.abc import Iterable
 from ctypes import c_float
@@ -16,12 +17,12 @@ import torch
 from bytesched.environment import horovod_cache_capacity
 from bytesched.errors import TransportError
 
+from ..dropped import end_soon
 from ..planned.clocks import PROBE
 from ..planned.source import Source
 from ..planned.wire import HOST
 from ..warmup.probing import BEFORE_PROBES
 from .operations import HorovodTimeout, Operations
-from .retrying import retry_in_background
 
 __all__ = ["HorovodWire"]
 
@@ -198,11 +199,15 @@ class HorovodWire:
                     del ends[key]
             return not ends
 
-        if not announce():
+        def announce_rest() -> None:
+            deadline_s = time.monotonic() + self.timeout_s
             # In a process that is ending, the others hear of that.
-            retry_in_background(
-                announce, name="bytesched-giving-up", nap_s=_END_NAP_S, timeout_s=self.timeout_s
-            )
+            while main.is_alive() and time.monotonic() < deadline_s and not announce():
+                time.sleep(_END_NAP_S)
+
+        main = threading.main_thread()
+        if not announce() and main.is_alive():
+            end_soon(announce_rest, 0.0)
 
     def _is_under_way(self, key: str, end: torch.Tensor) -> bool:
         """Announces ``end`` under ``key``, unless that is the name of what is under way."""

@@ -32,7 +32,7 @@ from ..warmup.agree import statements
 from ..wrapping import check, settings
 from .elastic import Elastic
 from .ending import watch_endings
-from .entry import Entry
+from .entry import Entry, decline
 from .hvd_wire import HorovodWire
 from .shell import Shell
 
@@ -132,16 +132,6 @@ def _begin(
             session.close()
             raise
     return session
-
-
-def decline(optimizer: torch.optim.Optimizer, why: str) -> None:
-    """Where others wrap ``optimizer``, this rank does not, and they raise its reason ``why``."""
-    process_set = vars(optimizer).get("process_set")
-    # An elastic rank may be alone in what it does now, until the next reset.
-    if not hvd.is_initialized() or process_set is None or is_horovod_elastic():
-        return
-    if process_set.included() and process_set.size() > 1:
-        Entry(process_set, Config.timeout_s).decline(why)
 
 
 def updating_class(optimizer: torch.optim.Optimizer) -> type[torch.optim.Optimizer]:

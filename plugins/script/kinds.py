@@ -159,7 +159,7 @@ class WatchedHorovod(Watched):
         # Adasum has no process set, and ranks that come and go announce nothing before they meet.
         if is_horovod_elastic() or ranks is None or not ranks.included() or ranks.size() == 1:
             return None
-        from ..horovod.announcing import Announcement as HorovodAnnouncement
+        from ..horovod.entry import Announcement as HorovodAnnouncement
 
         return HorovodAnnouncement(optimizer, statements)
 

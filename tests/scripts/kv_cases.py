@@ -27,9 +27,9 @@ from bytesched.plugins.mpi_kvstore import MPIKVStore, open_store
 from bytesched.plugins.stores.mpi import opening as mpi_kvstore
 from bytesched.plugins.stores.mpi.loop import Loop
 from bytesched.plugins.stores.mpi.messages import TO_WORKER, Message, Op
-from bytesched.plugins.stores.mpi.server.server import Server
-from bytesched.plugins.stores.mpi.server.service import Answers
-from bytesched.plugins.stores.scheduled.store import ScheduledKVStore
+from bytesched.plugins.stores.mpi.server import Server
+from bytesched.plugins.stores.mpi.service import Answers
+from bytesched.plugins.stores.scheduled import ScheduledKVStore
 from bytesched.plugins.stores.training import begin as kvstore_training
 
 TIMEOUT_S = 100.0
@@ -232,8 +232,8 @@ def most_complete_keys_are_served_first() -> None:
     fake: Any = silent
     server = Server(fake, fake, [0, 1, 2], TIMEOUT_S)
     for key in range(6):
-        what = '{"name": "k", "dtype": "float32", "shape": [2]}'
-        server.on_message(0, Message(Op.INIT, key, text=what))
+        what = {"name": "k", "dtype": "float32", "shape": [2]}
+        server.on_message(0, Message(Op.INIT, key, body=what))
     for key in (5, 4, 3, 2, 1, 0):
         server.on_message(0, Message(Op.PUSH, key, 1, 8, priority=-key))
     server.on_message(1, Message(Op.PUSH, 5, 1, 8, priority=-5))

@@ -16,7 +16,7 @@ from mpi4py import MPI
 from bytesched.config import Config
 from bytesched.plugins.mpi_kvstore import MPIKVStore, open_store
 from bytesched.plugins.stores.mpi.messages import TO_SERVER, Message, Op, push_tag
-from bytesched.plugins.stores.scheduled.store import ScheduledKVStore
+from bytesched.plugins.stores.scheduled import ScheduledKVStore
 
 TIMEOUT_S = 5.0
 RANK = MPI.COMM_WORLD.Get_rank()

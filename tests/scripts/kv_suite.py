@@ -14,7 +14,7 @@ from mpi4py import MPI
 from bytesched.config import Config
 from bytesched.kvstore import Key, KVStore
 from bytesched.plugins.mpi_kvstore import open_store
-from bytesched.plugins.stores.scheduled.store import ScheduledKVStore
+from bytesched.plugins.stores.scheduled import ScheduledKVStore
 from bytesched.testing import KVStoreContract
 
 TIMEOUT_S = 100

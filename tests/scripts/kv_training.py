@@ -14,7 +14,8 @@ from torch import nn
 from bytesched.config import Config
 from bytesched.plugins.mpi_kvstore import open_store
 from bytesched.plugins.stores.training import begin as kvstore_training
-from bytesched.plugins.stores.training.workers import Workers, push_bytes_per_s
+from bytesched.plugins.stores.training.begin import push_bytes_per_s
+from bytesched.plugins.stores.training.wire import StoreWire
 
 STEPS = 8
 #: sums over the batch are taken in another order
@@ -87,8 +88,9 @@ def run(kind: str, options: dict[str, Any]) -> None:
         assert not optimizer.state, "the workers have no state of their own"
     session.close()
     if not sizes and not kv.updates:
-        again = Workers(kv, name="again", timeout_s=100)
+        again = StoreWire(kv, name="again", config=config)
         assert all(push_bytes_per_s(again, kv.num_servers) > 0 for _ in range(3))
+        again.close()
     kv.close()
 
 

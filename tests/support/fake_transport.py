@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 
 from bytesched.errors import SchedulerClosed
+from bytesched.scheduler import Done
 from bytesched.task import CommTask
-from bytesched.transport import Done
 
 
 class FakeTransport:

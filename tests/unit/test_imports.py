@@ -26,7 +26,7 @@ PROCESSES = set(TABLE["processes"]["modules"])
 #: what is imported, one after the other, and what is not there yet
 WITHOUT = {
     "bytesched bytesched.cli bytesched.commands.doctor bytesched.plugins": HEAVY,
-    "bytesched.plugins.stores.scheduled.store": FRAMEWORKS,
+    "bytesched.plugins.stores.scheduled": FRAMEWORKS,
     "bytesched.plugins.c10d.ddp bytesched.plugins.stores.training.begin "
     "bytesched.plugins.wave bytesched.plugins.burst": FRAMEWORKS - {"torch"},
 }

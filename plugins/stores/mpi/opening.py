@@ -18,10 +18,7 @@ import json
 import logging
 import signal
 import sys
-import threading
 import time
-from dataclasses import asdict, dataclass
-from queue import Empty, SimpleQueue
 from typing import Any, NoReturn
 
 import numpy as np
@@ -29,11 +26,12 @@ from mpi4py import MPI
 
 from bytesched.errors import ConfigError, MismatchError, PeerLost, PluginError, SchedulerTimeout
 
+from ..limited import limited
 from .loop import Loop
 from .messages import TO_SERVER
-from .server.server import Server
+from .server import Server
 from .transfer import OneSided, Transfer
-from .worker.store import MPIKVStore
+from .worker import MPIKVStore
 
 __all__ = ["MPIKVStore", "open_store"]
 
@@ -48,15 +46,6 @@ _SETTINGS_BYTES = 256
 _GRACE_S = 1.0
 #: for MPI to end this process
 _ABORT_S = 5
-
-
-@dataclass(frozen=True)
-class _Settings:
-    servers: int
-    transfer: str
-    timeout_s: float
-    window_bytes: int
-    updates: bool
 
 
 def open_store(
@@ -79,20 +68,33 @@ def open_store(
         updates: whether ``bytesched.wrap`` gives the optimizer to the store, so that its state
             lives on the servers and parameters come back.
     """
-    settings = _Settings(servers, transfer, timeout_s, window_bytes, updates)
+    settings = {
+        "servers": servers,
+        "transfer": transfer,
+        "timeout_s": timeout_s,
+        "window_bytes": window_bytes,
+        "updates": updates,
+    }
     base = MPI.COMM_WORLD if comm is None else comm
-    _check(settings, base.Get_size())
+    size = base.Get_size()
+    _check(servers, transfer, size)
     own, request = base.Idup()
     _poll(request, timeout_s, "all ranks at open_store")
     # Also a barrier: nothing is sent on the copy before every rank has it.
-    _agree(base, settings)
+    _agree(base, json.dumps(settings), timeout_s)
     own.Set_errhandler(MPI.ERRORS_RETURN)
-    size = own.Get_size()
     workers = list(range(size - servers))
     serving = list(range(size - servers, size)) if servers else workers
     rank = own.Get_rank()
     loop = Loop(own, idle_nap_s=_SERVER_NAP_S if rank in serving else _WORKER_NAP_S)
-    moving = _one_sided(loop, settings) if transfer == "one-sided" else Transfer(loop)
+    moving = Transfer(loop)
+    if transfer == "one-sided":
+        # MPI has no request for making a window.
+        moving = limited(
+            lambda: OneSided(loop, window_bytes),
+            timeout_s,
+            lambda: _never_came(timeout_s, "all ranks to make their windows"),
+        )
     server: Server | None = None
     if rank in serving:
         server = Server(loop, moving, workers, _SERVERS_SHARE * timeout_s)
@@ -113,52 +115,31 @@ def open_store(
     return worker
 
 
-def _check(settings: _Settings, size: int) -> None:
+def _check(servers: int, transfer: str, size: int) -> None:
     if MPI.Query_thread() < MPI.THREAD_SERIALIZED:
         raise PluginError(
             "this MPI lets only its first thread communicate; the store has a thread of its own "
             "and needs at least MPI_THREAD_SERIALIZED"
         )
-    if not 0 <= settings.servers < size:
+    if not 0 <= servers < size:
         raise ConfigError(
-            f"{settings.servers} servers of {size} ranks: at least one rank must work; servers=0 "
+            f"{servers} servers of {size} ranks: at least one rank must work; servers=0 "
             "lets every rank work and serve"
         )
-    if settings.transfer not in ("two-sided", "one-sided"):
-        raise ConfigError(f"transfer = {settings.transfer!r}: two-sided or one-sided")
+    if transfer not in ("two-sided", "one-sided"):
+        raise ConfigError(f"transfer = {transfer!r}: two-sided or one-sided")
 
 
-def _agree(comm: Any, settings: _Settings) -> None:
-    text = json.dumps(asdict(settings))
+def _agree(comm: Any, text: str, timeout_s: float) -> None:
     mine = np.frombuffer(text.encode().ljust(_SETTINGS_BYTES), dtype=np.uint8)
     everyones = np.empty((comm.Get_size(), _SETTINGS_BYTES), dtype=np.uint8)
-    _poll(comm.Iallgather(mine, everyones), settings.timeout_s, "the settings of all ranks")
+    _poll(comm.Iallgather(mine, everyones), timeout_s, "the settings of all ranks")
     for rank, other in enumerate(everyones):
         theirs = other.tobytes().decode().rstrip()
         if theirs != text:
             raise MismatchError(
                 f"rank {rank} opened the store with {theirs}, rank {comm.Get_rank()} with {text}"
             )
-
-
-def _one_sided(loop: Loop, settings: _Settings) -> Transfer:
-    """MPI has no request for making a window, so a thread makes it, which may never return."""
-    made: SimpleQueue[OneSided | BaseException] = SimpleQueue()
-
-    def make() -> None:
-        try:
-            made.put(OneSided(loop, settings.window_bytes))
-        except BaseException as error:  # noqa: BLE001 - raised in the thread that waits
-            made.put(error)
-
-    threading.Thread(target=make, name="bytesched-window", daemon=True).start()
-    try:
-        moving = made.get(timeout=settings.timeout_s)
-    except Empty:
-        raise _never_came(settings.timeout_s, "all ranks to make their windows") from None
-    if isinstance(moving, BaseException):
-        raise moving
-    return moving
 
 
 def _poll(request: Any, timeout_s: float, what: str) -> None:

@@ -51,9 +51,6 @@ class Transfer:
 
     def ready(self, server: int, message: Message) -> None:
         """The answer of ``server`` can be read."""
-        raise PluginError(
-            f"server {server} uses one-sided transfers, and rank {self._loop.rank} does not"
-        )
 
     def forget(self, key: int) -> None:
         """``key`` is not used any more."""

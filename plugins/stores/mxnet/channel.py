@@ -12,12 +12,13 @@ import secrets
 import selectors
 import socket
 import struct
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from threading import Thread
 from time import monotonic
 
 from bytesched.environment import mxnet_hosts
 from bytesched.errors import PeerLost, SchedulerTimeout
+from bytesched.order import Following
 from bytesched.task import CommTask
 
 __all__ = ["Announced", "Channel"]
@@ -123,37 +124,17 @@ class Channel:
                 self._received([index for (index,) in _INDEX.iter_unpack(data[:whole])])
 
 
-class Announced:
-    """Ready tasks in the order that worker 0 has announced; one that is not ready is passed over.
-
-    A queue of ready tasks (see order.ReadyQueue).
-    """
-
-    def __init__(self) -> None:
-        self._announced: list[int] = []
-        self._ready: dict[int, CommTask] = {}
-
-    def add(self, task: CommTask) -> None:
-        self._ready[task.index] = task
+class Announced(Following):
+    """The order that worker 0 has announced; what is not ready is passed over."""
 
     def pop(self) -> CommTask | None:
-        for place, index in enumerate(self._announced):
-            if index in self._ready:
-                del self._announced[place]
-                return self._ready.pop(index)
-        return None
+        if (task := self.peek()) is not None:
+            self._order.remove(task.index)
+            del self._ready[task.index]
+        return task
 
     def peek(self) -> CommTask | None:
-        return next((self._ready[i] for i in self._announced if i in self._ready), None)
-
-    def extend(self, indices: Sequence[int]) -> None:
-        self._announced += indices
-
-    def tasks(self) -> Iterable[CommTask]:
-        return self._ready.values()
-
-    def __len__(self) -> int:
-        return len(self._ready)
+        return next((self._ready[i] for i in self._order if i in self._ready), None)
 
 
 def _admitted(

@@ -12,12 +12,13 @@ import numpy as np
 from mxnet import autograd
 
 from bytesched.errors import MismatchError, PluginError
+from bytesched.kvstore import pipes
 from bytesched.kvstore.protocol import Key
 from bytesched.task import CommTask
 
 from .engine import Held, alias
 
-__all__ = ["Chunk", "KeySlot", "ServerKeys", "pairs", "published"]
+__all__ = ["Chunk", "KeySlot", "ServerKeys", "pairs", "published", "why_whole"]
 
 #: Keys of ours begin here. MXNet chooses a key's server by the remainder of ``key * 9973``, in 32
 #: bits, so there is an end as well.
@@ -25,6 +26,10 @@ _FIRST = 100_000
 _LAST = (2**31 - 1) // 9973
 #: of a text under a key, an element for each byte
 _TEXT_BYTES = 512
+#: Optimizers that treat every element on its own, and whose state is per key or per element.
+_ELEMENTWISE = frozenset(
+    {"SGD", "NAG", "Adam", "AdaGrad", "RMSProp", "AdaDelta", "Ftrl", "FTML", "Adamax", "Signum"}
+)
 #: Through the whole process: the servers keep what a closed store has made there.
 _numbers = itertools.count(_FIRST)
 
@@ -56,21 +61,13 @@ class ServerKeys:
         return number * 9973 % self.num_servers
 
 
-class Chunk:
+class Chunk(pipes.Chunk):
     """A range of a key: a key on the servers, and a task for its push and one for its pull."""
 
-    __slots__ = ("buffers", "number", "pull_task", "push_task", "slot")
+    __slots__ = ("buffers",)
 
-    def __init__(self, slot: KeySlot, number: int, push_task: CommTask) -> None:
-        self.slot = slot
-        self.number = number
-        self.push_task = push_task
-        self.pull_task = CommTask(
-            f"pull {push_task.name}",
-            start_at=push_task.start_at,
-            stop_at=push_task.stop_at,
-            itemsize=push_task.itemsize,
-        )
+    def __init__(self, number: int, push_task: CommTask) -> None:
+        super().__init__(number, push_task, follows=False)
         #: this range of the slot's buffers, as arrays that are different ones to the engine
         self.buffers: list[Any] = []
 
@@ -114,7 +111,7 @@ class KeySlot:
         tasks = whole.partition(partition_bytes) if partition_bytes else (whole,)
         for task in tasks:
             number = numbers.of(self.key) if len(tasks) == 1 else numbers.new()
-            self.chunks.append(Chunk(self, number, task))
+            self.chunks.append(Chunk(number, task))
         self._point_chunks()
         return self.chunks
 
@@ -188,3 +185,15 @@ def published(store: Any, number: int, text: str) -> str:
     store.init(number, value)
     store.pull(number, out=value)
     return bytes(value.asnumpy().astype("uint8")).rstrip(b"\0").decode()
+
+
+def why_whole(optimizer: Any) -> str:
+    """Why an optimizer on the servers needs every key as a whole, or nothing."""
+    name = type(optimizer).__name__
+    if type(optimizer).__module__ != "mxnet.optimizer.optimizer" or name not in _ELEMENTWISE:
+        return f"{name} is not known to treat every element on its own"
+    if optimizer.idx2name or optimizer.lr_mult or optimizer.wd_mult:
+        return f"{name} has settings for single keys"
+    if optimizer.multi_precision:
+        return f"{name} keeps a copy of each key in float32"
+    return ""

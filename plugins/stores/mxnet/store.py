@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
@@ -12,14 +13,16 @@ import mxnet as mx
 from bytesched.config import Config
 from bytesched.environment import mxnet_servers
 from bytesched.errors import InvalidTransition, PluginError
+from bytesched.kvstore.pipes import Pipes
 from bytesched.kvstore.protocol import Key
+from bytesched.link.sizes import RULES
 from bytesched.observe import Observers
 
 from ...registry import kind_of_store
+from .channel import Announced, Channel
 from .engine import Held, post
-from .keys import KeySlot, ServerKeys, pairs, published
-from .optimizers import why_whole
-from .pipes import Pipes
+from .keys import KeySlot, ServerKeys, pairs, published, why_whole
+from .moves import Moves
 from .underway import Underway
 from .urgency import Urgency
 
@@ -60,10 +63,29 @@ class ScheduledMXNetStore(mx.kvstore.KVStoreBase):  # type: ignore[misc]
         self._urgency = Urgency() if learns_order else None
         self._is_cuttable = True
         self._underway = Underway(self.rank, config.timeout_s, lambda: self._pipes.story())
-        self._pipes = Pipes(
-            store, config, observers, ended=self._underway.ended, failed=self._underway.fail
+        self._partition_bytes, self._credit_bytes = RULES["mxnet"].sizes(
+            config.partition_bytes, config.credit_bytes
         )
-        self._underway.watch(self._pipes.go_on)
+        self._moves = Moves(store, self._underway.ended)
+        #: worker 0's order of pushes, on its way to the others
+        self._channel = Channel(
+            self.rank,
+            self.num_workers,
+            lambda indices: self._pipes.pushes.ordered(indices),
+            config.timeout_s,
+        )
+        leads = self.rank == 0
+        self._pipes = Pipes(
+            self._moves,
+            policy=config.policy,
+            credit_bytes=self._credit_bytes,
+            timeout_s=config.timeout_s,
+            on_error=self._underway.fail,
+            observers=observers,
+            pushes=None if leads else Announced(),
+            announce=self._channel.send if leads else None,
+        )
+        self._underway.watch(self._moves.go_on)
 
     def __getattr__(self, name: str) -> Any:
         # Private names are asked for before there is a store, by copy and pickle.
@@ -178,6 +200,7 @@ class ScheduledMXNetStore(mx.kvstore.KVStoreBase):  # type: ignore[misc]
         if not self._underway.begin_close():
             return
         self._pipes.close()
+        self._channel.close()
         self._underway.close()
         self._observers.close()
 
@@ -231,7 +254,15 @@ class ScheduledMXNetStore(mx.kvstore.KVStoreBase):  # type: ignore[misc]
             return
         if self._urgency is not None and call != "pull":
             priority = self._urgency.began(slot.key, step, priority)
-        self._pipes.begin(slot, call, priority)
+        begin = self._pipes.pull if call == "pull" else self._pipes.push
+        for chunk in slot.chunks:
+            chunk.set_priority(priority)
+            begin(chunk, chunk.buffers).add_done_callback(partial(self._ended, slot))
+
+    def _ended(self, slot: KeySlot, work: Future[None]) -> None:
+        # An error lets everything go.
+        if work.exception() is None:
+            self._underway.ended(slot)
 
     # -- more --------------------------------------------------------------------------
 
@@ -242,6 +273,8 @@ class ScheduledMXNetStore(mx.kvstore.KVStoreBase):  # type: ignore[misc]
             "steps": steps,
             **self._pipes.figures(max(steps, 1)),
             "bytes_per_step": sum(slot.nbytes for slot in self._slots.values()),
+            "partition_bytes": self._partition_bytes,
+            "credit_bytes": self._credit_bytes,
             "mode": "kvstore",
             "rank": self.rank,
             "world_size": self.num_workers,
@@ -253,17 +286,19 @@ class ScheduledMXNetStore(mx.kvstore.KVStoreBase):  # type: ignore[misc]
             return
         # MXNet's store is made for one thread, and pushes are made by another.
         self._underway.flush()
-        if not self._pipes.chunks:
-            self._pipes.channel.open(self._exchanged)
+        if not self._pipes.chunk_count:
+            self._channel.open(self._exchanged)
         unmade, self._unmade = self._unmade, []
         for slots in unmade:
             for slot in slots:
-                size = self._pipes.partition_bytes if self._is_cuttable else 0
-                self._pipes.add(slot.cut(size, self._numbers))
+                size = self._partition_bytes if self._is_cuttable else 0
+                for chunk in slot.cut(size, self._numbers):
+                    self._moves.add(chunk.key, slot)
+                    self._pipes.add(chunk)
                 for buffer in slot.buffers:
                     buffer.wait_to_read()
             chunks = [chunk for slot in slots for chunk in slot.chunks]
-            numbers = [chunk.number for chunk in chunks]
+            numbers = [chunk.key for chunk in chunks]
             init = partial(self.store.init, numbers, [chunk.buffers[0] for chunk in chunks])
             keys = ", ".join(repr(slot.key) for slot in slots[:5])
             self._underway.limited(init, f"the making of key {keys}")
@@ -278,6 +313,6 @@ class ScheduledMXNetStore(mx.kvstore.KVStoreBase):  # type: ignore[misc]
 
     def __repr__(self) -> str:
         return (
-            f"<ScheduledMXNetStore {len(self._slots)} keys in {len(self._pipes.chunks)} chunks, "
+            f"<ScheduledMXNetStore {len(self._slots)} keys in {self._pipes.chunk_count} chunks, "
             f"worker {self.rank} of {self.num_workers}>"
         )

@@ -5,13 +5,12 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
-from functools import partial
-from queue import Empty, SimpleQueue
 from time import monotonic
-from typing import NoReturn, TypeVar
+from typing import TypeVar
 
 from bytesched.errors import SchedulerClosed, SchedulerTimeout
 
+from ..limited import limited
 from .engine import Held
 from .keys import KeySlot
 
@@ -120,30 +119,18 @@ class Underway:
 
         Raises SchedulerTimeout, which is final, if that takes longer than ``timeout_s``.
         """
-        ends: SimpleQueue[Callable[[], T]] = SimpleQueue()
 
-        def run() -> None:
-            try:
-                value = call()
-            except BaseException as error:  # noqa: BLE001 - raised in the caller's thread
-                ends.put(partial(_raise, error))
-            else:
-                ends.put(lambda: value)
-
-        # A thread of its own: what waits in MXNet is never woken, and ends with the process.
-        threading.Thread(target=run, name="bytesched-waits", daemon=True).start()
-        try:
-            outcome = ends.get(timeout=self._timeout_s)
-        except Empty:
-            late = SchedulerTimeout(
+        def late() -> SchedulerTimeout:
+            error = SchedulerTimeout(
                 f"waited {self._timeout_s:g} s in {doing}: a server or another worker is gone, or "
                 "has not come as far",
                 rank=self._rank,
                 story=self._story(),
             )
-            self.fail(late)
-            raise late from None
-        return outcome()
+            self.fail(error)
+            return error
+
+        return limited(call, self._timeout_s, late)
 
     # -- the end -----------------------------------------------------------------------
 
@@ -200,7 +187,3 @@ class Underway:
                     )
                 )
                 return
-
-
-def _raise(error: BaseException) -> NoReturn:
-    raise error

@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import logging
 from dataclasses import replace
-from typing import Any
+from time import perf_counter
+from typing import Any, Final
 from weakref import WeakKeyDictionary
 
 import torch
@@ -24,15 +25,18 @@ from ...planned.beginning import add_optimizer, slots_of, stays_plain, why_whole
 from ...planned.bundles import Slot
 from ...update.separable import is_elementwise
 from ...warmup.agree import agree, statements
-from ..scheduled.store import ScheduledKVStore
+from ..scheduled import ScheduledKVStore
 from .session import StoreSession, UpdatedSession
 from .state import hyperparameters_of
 from .wire import StoreWire
-from .workers import Workers, push_bytes_per_s
 
-__all__ = ["attach", "begin", "why_plain"]
+__all__ = ["attach", "begin", "push_bytes_per_s", "why_plain"]
 
 log = logging.getLogger("bytesched")
+
+#: of the measurement of a rate
+_PROBE_BYTES: Final = 2**20
+_ROUNDS: Final = 3
 
 #: the sessions of each store, in the order of wrapping, which is the same on all workers
 _sessions: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
@@ -74,27 +78,41 @@ def attach(
     updates = bool(getattr(store, "updates", False))
     slots = _slots(model, optimizer)
     number = _sessions[store] = _sessions.get(store, -1) + 1
-    workers = Workers(store, name=f"bytesched/{number}", timeout_s=config.timeout_s)
+    wire = StoreWire(store, name=f"bytesched/{number}", config=config)
+    try:
+        return _begun(optimizer, model, slots, wire, config, updates=updates)
+    except BaseException:
+        wire.close()
+        raise
+
+
+def _begun(
+    optimizer: torch.optim.Optimizer,
+    model: nn.Module,
+    slots: list[Slot],
+    wire: StoreWire,
+    config: Config,
+    *,
+    updates: bool,
+) -> StoreSession:
     agree(
         statements(slots, optimizer, config),
-        workers.rank,
-        is_same=workers.is_same,
-        gather=workers.gather_text,
+        wire.rank,
+        is_same=wire.is_same,
+        gather=wire.gather_text,
     )
-    config = _sized(config, slots, workers, max(getattr(store, "num_servers", 1), 1))
-    workers.broadcast([t.detach() for t in itertools.chain(model.parameters(), model.buffers())])
+    config = _sized(config, slots, wire)
+    wire.limit(config.credit_bytes)
+    wire.broadcast([t.detach() for t in itertools.chain(model.parameters(), model.buffers())])
     if updates:
         _refuse_in_store(optimizer, slots, config)
-    wire = StoreWire(workers, config)
-    observers = observers_of(workers, config)
+    observers = observers_of(wire, config)
     setting = Setting(config.partition_bytes, config.credit_bytes, config.policy)
     # The wire itself puts what is ready in order, so that there is nothing to plan.
     config = replace(config, policy="fifo")
     session: StoreSession
     if updates:
-        session = UpdatedSession(
-            model, slots, optimizer, config, wire, observers, setting=setting, workers=workers
-        )
+        session = UpdatedSession(model, slots, optimizer, config, wire, observers, setting=setting)
     else:
         session = StoreSession(
             model,
@@ -103,7 +121,7 @@ def attach(
             wire,
             observers,
             setting=setting,
-            divisor=workers.size,
+            divisor=wire.size,
             sync=lambda: True,
             find_unused=config.find_unused_parameters,
         )
@@ -111,7 +129,7 @@ def attach(
         why = why_whole(model, optimizer, type(optimizer), config)
         add_optimizer(session, optimizer, type(optimizer), why)
         if updates:
-            store.set_optimizer(type(optimizer).__name__, **hyperparameters_of(optimizer))
+            wire.store.set_optimizer(type(optimizer).__name__, **hyperparameters_of(optimizer))
     except PluginError:
         session.close()
         raise
@@ -136,8 +154,9 @@ def _refuse_in_store(optimizer: torch.optim.Optimizer, slots: list[Slot], config
         raise PluginError(f"a store that updates, updates all: {strays[0]!r} has no optimizer")
 
 
-def _sized(config: Config, slots: list[Slot], workers: Workers, servers: int) -> Config:
+def _sized(config: Config, slots: list[Slot], wire: StoreWire) -> Config:
     """``config`` with the sizes of chunks and windows that it leaves open; collective."""
+    servers = max(getattr(wire.store, "num_servers", 1), 1)
     rule, chunks = RULES["store"], chunks_on_their_way(servers)
     best_bytes = 0
     if not config.partition_bytes:
@@ -145,13 +164,36 @@ def _sized(config: Config, slots: list[Slot], workers: Workers, servers: int) ->
         best_bytes = partition_seed_bytes(
             total_bytes=sum(slot.parameter.nbytes for slot in slots),
             overhead_s=rule.overhead_s,
-            bytes_per_s=push_bytes_per_s(workers, servers),
+            bytes_per_s=push_bytes_per_s(wire, servers),
             credit_partitions=2 * chunks + 2,
         )
     partition_bytes, credit_bytes = rule.sizes(
         config.partition_bytes, config.credit_bytes, best_bytes=best_bytes, window=chunks
     )
     return replace(config, partition_bytes=partition_bytes, credit_bytes=credit_bytes)
+
+
+def push_bytes_per_s(wire: StoreWire, servers: int) -> float:
+    """The rate of one worker's pushes, the same on all workers; collective.
+
+    As many keys as servers are pushed, and pulled when they are there: every byte passes twice.
+    """
+    probes = {f"probe-{number}": torch.zeros(_PROBE_BYTES // 4) for number in range(servers)}
+    for key, probe in probes.items():
+        # Makes the key, and opens a connection.
+        wire.sum(probe, key)
+    rounds_s = []
+    for _ in range(_ROUNDS):
+        # The sum before has ended everywhere at nearly the same moment.
+        began_s = perf_counter()
+        for work in [wire.start(probe, key) for key, probe in probes.items()]:
+            wire.wait(work, "probe")
+        rounds_s.append(perf_counter() - began_s)
+    for key in reversed(probes):
+        wire.forget(key)
+    mine = 2 * servers * _PROBE_BYTES / min(rounds_s)
+    # A worker that starts late sees a free link.
+    return min(float(text) for text in wire.gather_text("rate", repr(mine)))
 
 
 def _slots(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Slot]:

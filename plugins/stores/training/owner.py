@@ -34,7 +34,7 @@ class Owner:
     """What one session has in its store (see `rounds.Owners`).
 
     Args:
-        store: the one behind ``wire``.
+        wire: with the store behind it.
         slots: all parameters.
     """
 
@@ -42,10 +42,8 @@ class Owner:
     # The store has all parameters, always, and nobody else has to be told of anything.
     deal = forward_begins = bring = refuse_late = restore = leave = disown = close = _nothing
 
-    def __init__(
-        self, store: Any, wire: StoreWire, slots: Sequence[Slot], failures: Failures
-    ) -> None:
-        self.store = store
+    def __init__(self, wire: StoreWire, slots: Sequence[Slot], failures: Failures) -> None:
+        self.store = wire.store
         self._wire = wire
         self._slots = slots
         self._failures = failures
@@ -124,7 +122,7 @@ class Owner:
             self.store.set_hyperparameters(**hyperparameters)
             self._hyperparameters = hyperparameters
         for chunk in self._chunks():
-            chunk.work, chunk.landed_on = self._wire.ask(chunk.key), None
+            chunk.work, chunk.landed_on = self._wire.ask(chunk.sent, chunk.key), None
 
     def _chunks(self) -> Iterator[Chunk]:
         for bucket in self._buckets:
@@ -194,8 +192,8 @@ class StoreUpdates(Updates):
             self._meter.stepped(0, self._whole_because)
 
 
-def owning(store: Any, wire: StoreWire) -> OpenUpdates:
-    """Opens what a session has in ``store``, which updates."""
+def owning(wire: StoreWire) -> OpenUpdates:
+    """Opens what a session has in the store behind ``wire``, which updates."""
 
     def opened(
         slots: Sequence[Slot],
@@ -205,7 +203,7 @@ def owning(store: Any, wire: StoreWire) -> OpenUpdates:
         observers: Observers,
         **named: Any,
     ) -> tuple[Owner, Updates]:
-        owner = Owner(store, wire, slots, failures)
+        owner = Owner(wire, slots, failures)
         return owner, StoreUpdates(slots, owner, sending, failures, meter, **named)
 
     return opened

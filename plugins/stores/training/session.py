@@ -26,7 +26,6 @@ from ...proxies.pending_grads import PendingGrad
 from .owner import Owner, owning
 from .state import gathered_state
 from .wire import StoreWire
-from .workers import Workers
 
 __all__ = ["StoreSession", "UpdatedSession"]
 
@@ -113,7 +112,6 @@ class UpdatedSession(StoreSession):
         slots: its parameters, in registration order, the same on all workers.
         optimizer: the user's, of which only class, hyper-parameters and ``step()`` are used.
         setting: the sizes in use, for figures.
-        workers: those of ``wire``.
     """
 
     source_kind: ClassVar[type[_UpdatedSource]] = _UpdatedSource
@@ -130,9 +128,7 @@ class UpdatedSession(StoreSession):
         observers: Observers,
         *,
         setting: Setting,
-        workers: Workers,
     ) -> None:
-        self._workers = workers
         # It keeps the model, and so this session, alive.
         self._optimizer = weakref.ref(optimizer)
         super().__init__(
@@ -145,7 +141,7 @@ class UpdatedSession(StoreSession):
             divisor=1,
             sync=lambda: self._is_open,
             find_unused=False,
-            open_updates=owning(workers.store, wire),
+            open_updates=owning(wire),
         )
         for handle in (
             optimizer.register_state_dict_post_hook(self._add_state),
@@ -173,7 +169,7 @@ class UpdatedSession(StoreSession):
         self._gates.are_learned()
         place = {id(slot): index for index, slot in enumerate(self._slots)}
         used = [place[id(slot)] for bundle in self._updates.bundles for slot in bundle.slots]
-        self.source.lay_out(list(reversed(self._workers.leaders(used, "order"))))
+        self.source.lay_out(list(reversed(self._wire.leaders(used, "order"))))
         self.owners.open(self.source.buckets)
         self._move_state()
 
@@ -204,7 +200,7 @@ class UpdatedSession(StoreSession):
         self.flush()
         if not self._is_open:
             return state
-        entries = gathered_state(self._workers.store, self.owners.pieces)
+        entries = gathered_state(self.owners.store, self.owners.pieces)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         numbered = {n: entries[p] for n, p in enumerate(parameters) if entries.get(p)}
         return {**state, "state": numbered}

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterable
+import hashlib
+import time
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as TooLate
 from concurrent.futures import wait as wait_for
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 import torch
 
 from bytesched.config import Config
-from bytesched.errors import PeerLost, SchedulerTimeout
-from bytesched.kvstore.pipes import Chunk, Pipes
+from bytesched.errors import PeerLost
+from bytesched.kvstore.pipes import NO_LIMIT, Chunk, Pipes, Work
 from bytesched.task import CommTask
-from bytesched.urgency import URGENCY
 
 from ...planned.wire import HOST
-from .workers import Workers
 
-__all__ = ["StoreWire", "Work"]
+__all__ = ["StoreWire"]
 
 #: of what ranks tell each other: before all chunks
 _FIRST: Final = -(1 << 30)
@@ -29,60 +27,47 @@ _FIRST: Final = -(1 << 30)
 _LEAVE_S: Final = 5.0
 
 
-class Work(Future[None]):
-    """The end of a pull."""
-
-    def is_completed(self) -> bool:
-        """Whether it has come, or cannot."""
-        return self.done()
-
-    def get_future(self) -> Work:
-        """What tells of it."""
-        return self
-
-
 class StoreWire:
-    """Chunks through two pipes (see `planned.wire.Wire`).
+    """The workers of one session, and chunks through two pipes (see `planned.wire.Wire`).
 
     A store sums key by key, so that workers need no common order. What was cut last goes first
     among what is ready: the next forward pass begins with it.
 
     Args:
-        config: with the sizes of chunks and window.
+        store: sums; every key of ours begins with ``name``.
+        name: of the session, the same on all workers, unique in this store.
+        config: with the policy, and how long any wait of the session may take.
     """
 
     levels = 1
     sees_ends = True
     has_streams = False
 
-    def __init__(self, workers: Workers, config: Config) -> None:
-        self.rank = workers.rank
-        self.size = workers.size
-        self.timeout_s = workers.timeout_s
-        self._workers = workers
+    def __init__(self, store: Any, *, name: str, config: Config) -> None:
+        self.rank: int = store.rank
+        self.size = int(store.num_workers)
+        self.timeout_s = config.timeout_s
+        #: what moves the values
+        self.store = store
+        self._name = name
+        #: keys that the store has
+        self._known: set[str] = set()
         #: by its place in the plan, or what it tells
         self._chunks: dict[str, Chunk] = {}
-        #: pulls that were asked for and have not ended
-        self._asked: dict[Chunk, Work] = {}
         self._told: dict[str, Work] = {}
         self._note = ""
-        #: guards the first error, which is final, and what it ends
-        self._lock = threading.Lock()
-        self._error: BaseException | None = None
         self._pipes = Pipes(
-            workers.store,
-            policy=config.policy,
-            credit_bytes=config.credit_bytes,
-            on_pulled=self._pulled,
-            on_error=self._failed,
+            store, policy=config.policy, credit_bytes=NO_LIMIT, timeout_s=config.timeout_s
         )
+        #: sets the credit of each pipe
+        self.limit = self._pipes.limit
 
     # -- sums --------------------------------------------------------------------------
 
     def start(self, tensor: torch.Tensor, key: str = "") -> Work:
         """See `Wire.start`."""
         self.push(tensor, key)
-        return self.ask(key)
+        return self.ask(tensor, key)
 
     def start_largest(self, numbers: torch.Tensor) -> Work:
         """See `Wire.start_largest`: a sum of rows of which each worker has one is exact."""
@@ -103,34 +88,21 @@ class StoreWire:
         return str(self._chunk(key, like).key)
 
     def push(self, tensor: torch.Tensor, key: str) -> None:
-        """Begins to push ``tensor``, which a pull is to fill."""
-        if self._error is not None:
-            raise self._error.with_traceback(None)
-        chunk = self._chunk(key, tensor)
-        chunk.push_from = chunk.pull_into = tensor
-        self._pipes.push(chunk)
+        """Begins to push ``tensor``."""
+        if self._pipes.error is not None:
+            raise self._pipes.error.with_traceback(None)
+        self._pipes.push(self._chunk(key, tensor), tensor)
 
-    def ask(self, key: str) -> Work:
-        """The pull of ``key`` begins when its push has ended; returns the work."""
-        chunk, work = self._chunks[_place_of(key)], Work()
-        with self._lock:
-            error = self._error
-            if error is None:
-                self._asked[chunk] = work
-        if error is None:
-            self._pipes.ask(chunk)
-        else:
-            work.set_exception(error)
-        return work
+    def ask(self, tensor: torch.Tensor, key: str) -> Work:
+        """The pull into ``tensor`` begins when the push of ``key`` has ended; returns the work."""
+        return self._pipes.pull(self._chunks[_place_of(key)], tensor)
 
     def _chunk(self, key: str, like: torch.Tensor) -> Chunk:
         place = _place_of(key)
         name = f"{place} {like.dtype} {tuple(like.shape)}"
         chunk = self._chunks.get(place)
         if chunk is None or chunk.push_task.name != name:
-            if chunk is not None:
-                # Of buckets that are none any more.
-                self._workers.delete(chunk.push_task.name)
+            self.forget(place)
             task = CommTask(
                 name,
                 start_at=0,
@@ -138,50 +110,80 @@ class StoreWire:
                 itemsize=like.element_size(),
                 priority=-int(place) if place.isdigit() else _FIRST,
             )
-            key = self._workers.key(name, like)
-            chunk = self._chunks[place] = Chunk(key, task)
+            chunk = self._chunks[place] = Chunk(self._made(name, like), task)
             self._pipes.add(chunk)
         return chunk
 
-    # -- the pipes' thread -------------------------------------------------------------
+    def forget(self, key: str) -> None:
+        """Gives back what the store keeps for ``key``, if it can; collective."""
+        if (chunk := self._chunks.pop(_place_of(key), None)) is not None:
+            self._delete(str(chunk.key))
 
-    def _pulled(self, chunk: Chunk) -> None:
-        # Nothing of a session stays here.
-        chunk.push_from = chunk.pull_into = None
-        with self._lock:
-            work = self._asked.pop(chunk, None)
-        if work is not None:
-            work.set_result(None)
+    def _made(self, part: str, like: torch.Tensor) -> str:
+        """The store's key for ``part``, made on its first use; collective then."""
+        key = f"{self._name}/{part}"
+        if key not in self._known:
+            self.store.init(key, like)
+            self._known.add(key)
+        return key
 
-    def _failed(self, error: BaseException) -> None:
-        with self._lock:
-            self._error = self._error or error
-            asked, self._asked = self._asked, {}
-        for work in asked.values():
-            work.set_exception(self._error)
+    def _delete(self, key: str) -> None:
+        if hasattr(self.store, "delete"):
+            self.store.delete(key)
+            self._known.discard(key)
+
+    # -- what workers tell each other before they train --------------------------------
+
+    def sum(self, tensor: torch.Tensor, key: str) -> None:
+        """Sums ``tensor`` over the workers, in place; collective."""
+        self.wait(self.start(tensor, key), key)
+
+    def is_same(self, text: str) -> bool:
+        """Whether all workers have the same ``text``; collective."""
+        digest = hashlib.sha256(text.encode()).hexdigest()
+        return len(set(self.gather_text("digest", digest))) == 1
+
+    def gather_text(self, key: str, text: str) -> list[str]:
+        """Every worker's ``text``, by rank; collective."""
+        data = text.encode()
+        lengths = torch.zeros(self.size, dtype=torch.int64)
+        lengths[self.rank] = len(data)
+        self.sum(lengths, f"{key}-length")
+        texts = torch.zeros(self.size, max(1, int(lengths.max())), dtype=torch.uint8)
+        texts[self.rank, : len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        self.sum(texts, key)
+        return [
+            row.numpy().tobytes()[:length].decode()
+            for row, length in zip(texts, lengths.tolist(), strict=True)
+        ]
+
+    def leaders(self, numbers: Sequence[int], key: str) -> list[int]:
+        """The numbers of worker 0, as many as here; collective."""
+        mine = torch.tensor(numbers if self.rank == 0 else [0] * len(numbers))
+        self.sum(mine, key)
+        return [int(number) for number in mine.tolist()]
+
+    def clock_offset_ns(self) -> int:
+        """What must be added to this host's wall clock to read worker 0's; collective."""
+        for _ in range(3):
+            # The last one ends at nearly the same moment everywhere.
+            self.sum(torch.zeros(1), "clock")
+        mine_ns = time.time_ns()
+        [leaders_ns] = self.leaders([mine_ns], "clock-of-worker-0")
+        return leaders_ns - mine_ns
+
+    def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Gives every worker the tensors of worker 0; collective."""
+        for number, tensor in enumerate(tensors):
+            key = self._made(f"initial {number}", tensor)
+            self.store.pull(key, tensor)
+            self._delete(key)
 
     # -- waiting -----------------------------------------------------------------------
 
     def wait(self, work: Work, task: str) -> None:
         """See `Wire.wait`; raises whatever the store has raised."""
-        if URGENCY.is_held and not work.done():
-            with URGENCY.waiting():
-                self._wait(work, task)
-        else:
-            self._wait(work, task)
-
-    def _wait(self, work: Work, task: str) -> None:
-        try:
-            error = work.exception(self.timeout_s)
-        except TooLate:
-            raise SchedulerTimeout(
-                f"waited {self.timeout_s:g} s for the store",
-                task=task,
-                rank=self.rank,
-                story=self._pipes.story(),
-            ) from None
-        if error is not None:
-            raise error.with_traceback(None)
+        self._pipes.wait(work, "the store", task)
 
     def wait_left(self, works: Iterable[Work]) -> None:
         """See `Wire.wait_left`."""
@@ -213,12 +215,11 @@ class StoreWire:
 
     def abort(self) -> None:
         """See `Wire.abort`."""
-        store = self._workers.store
-        if hasattr(store, "fail_with"):
+        if hasattr(self.store, "fail_with"):
             reason = self._note or "it has failed"
-            store.fail_with(PeerLost(f"worker {self.rank} gave up: {reason}"))
+            self.store.fail_with(PeerLost(f"worker {self.rank} gave up: {reason}"))
         else:
-            store.close()
+            self.store.close()
 
     def close(self) -> None:
         """See `Wire.close`."""

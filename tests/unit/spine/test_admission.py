@@ -37,7 +37,6 @@ class Link:
             task = self.flying.pop(0)
             self._started(self.core.finish(task))
             task.rearm()
-            self.core.validate()
 
     def _started(self, tasks: list[CommTask]) -> None:
         self.flying += tasks

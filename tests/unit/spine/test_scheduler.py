@@ -17,9 +17,8 @@ from bytesched.errors import InvalidTransition, SchedulerClosed, TransportError
 from bytesched.observe import Observer, Observers
 from bytesched.order import Following, Leading
 from bytesched.policy import Priority
-from bytesched.scheduler import Scheduler
+from bytesched.scheduler import Done, Scheduler
 from bytesched.task import CommTask, TaskState
-from bytesched.transport import Done
 
 
 @pytest.fixture
@@ -60,7 +59,6 @@ def test_tasks_go_round_in_every_iteration(bench: Bench) -> None:
     bench.settle()
     assert bench.scheduler.core.idle
     assert bench.scheduler.tasks_started == 12
-    assert bench.scheduler.bytes_started == 120
 
 
 def test_tasks_are_announced_together_and_before_they_start(build: Build) -> None:
@@ -141,7 +139,6 @@ def test_figures_add_up(build: Build) -> None:
     send_all(bench, planned([10] * 5))
     scheduler = bench.scheduler
     assert scheduler.tasks_started == 5
-    assert scheduler.bytes_started == 50
     assert scheduler.cpu_ns > 0
     assert scheduler.busy_ns > 0
 
@@ -149,7 +146,10 @@ def test_figures_add_up(build: Build) -> None:
 def test_repr_tells_its_state(build: Build) -> None:
     bench = build()
     assert "running" in repr(bench.scheduler)
-    bench.scheduler.fail(RuntimeError("stop"))
+    (task,) = planned([10] * 1)
+    bench.ready(task)
+    bench.transport.wait_for(1)
+    bench.transport.fail(task, TransportError("stop"))
     assert bench.failed.wait(WAIT_S)
     assert "failed" in repr(bench.scheduler)
 
@@ -162,22 +162,11 @@ def test_the_first_error_stays_and_nothing_is_started_after_it(build: Build) -> 
     first, second = TransportError("first"), TransportError("second")
     bench.transport.fail(a, first)
     bench.transport.fail(b, second)
-    bench.scheduler.fail(TransportError("third"))
     bench.settle()
     assert bench.errors == [first]
     assert bench.scheduler.error is first
     assert bench.transport.started == [a, b], "c was ready, and its turn had come"
     assert (a.state, b.state) == (TaskState.FAILED, TaskState.FAILED)
-
-
-def test_an_error_from_outside_stops_it_too(bench: Bench) -> None:
-    error = RuntimeError("backward raised")
-    bench.scheduler.fail(error)
-    assert bench.failed.wait(WAIT_S)
-    bench.ready(*planned([10] * 1))
-    bench.settle()
-    assert bench.transport.started == []
-    assert bench.scheduler.error is error
 
 
 class Refusing(FakeTransport):
@@ -234,13 +223,13 @@ def test_an_on_error_that_raises_is_logged_and_the_thread_lives_on(
         raise RuntimeError("on_error's own trouble")
 
     monkeypatch.setattr(Bench, "on_error", raising)
-    bench = build()
-    (task,) = planned([10] * 1)
-    bench.ready(task)
-    bench.transport.wait_for(1)
+    bench = build(credit_bytes=20)
+    task, other = planned([10] * 2)
+    bench.ready(task, other)
+    bench.transport.wait_for(2)
     error = TransportError("cut")
-    bench.scheduler.fail(error)
-    bench.transport.finish_next()
+    bench.transport.fail(other, error)
+    bench.transport.finish(task)
     assert bench.finished.get(timeout=WAIT_S)[0] is task
     assert bench.scheduler.error is error
     assert "cut" in caplog.text

@@ -168,14 +168,13 @@ class Spans(Observer):
         self.seen.append((track, name, args))
 
 
-def test_observers_hear_of_a_section_and_of_what_it_holds_back(build: Build, urgency: Held) -> None:
-    spans = Spans()
-    bench = urgency.bench(build, observers=Observers([spans]))
-    section = urgency.begin("all-to-all")
-    bench.ready(*planned([10, 20]))
-    section.end()
-    bench.settle()
-    assert ("urgent", "all-to-all", {"held": 2, "bytes": 30}) in spans.seen
+def test_observers_hear_of_a_section_until_they_leave() -> None:
+    urgency, spans = Urgency(), Spans()
+    leave = urgency.observe(Observers([spans]))
+    for name in ("all-to-all", "another"):
+        urgency.begin(name).end()
+        leave()
+    assert spans.seen == [("urgent", "all-to-all", None)]
 
 
 def test_a_hold_is_in_force_when_begin_returns_while_another_thread_handles() -> None:

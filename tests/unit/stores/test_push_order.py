@@ -173,7 +173,6 @@ def test_what_was_told_goes_in_that_order_and_waits_for_nobody() -> None:
     tasks[0].rearm()
     tasks[0].notify_ready()
     assert core.ready(tasks[0]) == [], "it was told for the step before"
-    core.validate()
 
 
 def test_several_that_are_ready_start_as_told() -> None:

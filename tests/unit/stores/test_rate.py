@@ -13,7 +13,8 @@ from bytesched.config import Config
 from bytesched.kvstore import Key, LocalKVStore
 from bytesched.kvstore.pipes import chunks_on_their_way
 from bytesched.plugins.stores.training import begin as kvstore_training
-from bytesched.plugins.stores.training.workers import Workers, push_bytes_per_s
+from bytesched.plugins.stores.training.begin import push_bytes_per_s
+from bytesched.plugins.stores.training.wire import StoreWire
 
 PAGE_BYTES = 4096
 
@@ -30,7 +31,7 @@ def sizes(
     class Spread(LocalKVStore):
         num_servers = servers
 
-    def rate(peers: Workers, servers: int) -> float:
+    def rate(wire: StoreWire, servers: int) -> float:
         assert bytes_per_s, "the store was probed"
         return bytes_per_s
 
@@ -101,8 +102,10 @@ def test_workers_measure_one_rate_and_delete_the_probes(servers: int) -> None:
     views = LocalKVStore.group(2, timeout_s=TIMEOUT_S)
 
     def measure(rank: int) -> float:
-        peers = Workers(Watched(views[rank]), name="s", timeout_s=TIMEOUT_S)
-        return push_bytes_per_s(peers, servers)
+        wire = StoreWire(Watched(views[rank]), name="s", config=Config(timeout_s=TIMEOUT_S))
+        found = push_bytes_per_s(wire, servers)
+        wire.close()
+        return found
 
     first, second = together(measure)
     assert first == second > 0
@@ -124,8 +127,10 @@ def test_a_store_that_keeps_its_keys_can_be_measured_twice() -> None:
     views = LocalKVStore.group(2, timeout_s=TIMEOUT_S)
 
     def measure(rank: int) -> list[float]:
-        peers = Workers(Keeping(views[rank]), name="s", timeout_s=TIMEOUT_S)
-        return [push_bytes_per_s(peers, 1) for _ in range(2)]
+        wire = StoreWire(Keeping(views[rank]), name="s", config=Config(timeout_s=TIMEOUT_S))
+        found = [push_bytes_per_s(wire, 1) for _ in range(2)]
+        wire.close()
+        return found
 
     first, second = together(measure)
     assert first == second

@@ -24,7 +24,7 @@ from bytesched.kvstore.local import _Entry
 from bytesched.kvstore.pipes import chunks_on_their_way
 from bytesched.observe import Observer, Observers
 from bytesched.plugins.ending import wait_for_ends
-from bytesched.plugins.stores.scheduled.store import ScheduledKVStore
+from bytesched.plugins.stores.scheduled import ScheduledKVStore
 from bytesched.testing import KVStoreContract
 
 TESTS = sorted(name for name in dir(KVStoreContract) if name.startswith("test_"))
@@ -232,43 +232,25 @@ def test_a_window_does_not_grow_with_every_server() -> None:
     assert windows[0] == windows[1] < windows[2] == windows[-1]
 
 
-def test_urgent_keys_overtake() -> None:
+@pytest.mark.parametrize(
+    ("inits", "pushes", "order"),
+    [
+        # In the order of init; the first one is under way before there is a choice.
+        ("front middle back", "back middle front", "back front middle"),
+        ("a:-1 b:5 c:1", "a c b", "a b c"),
+        ("first front back", "first front:-9 back", "first back front"),
+    ],
+    ids=["by_init", "given_at_init", "given_at_push"],
+)
+def test_urgent_keys_overtake(inits: str, pushes: str, order: str) -> None:
     store = HandStore()
     kv = scheduled(store, partition_bytes=16, credit_bytes=16)
-    for key in ("front", "middle", "back"):
-        kv.init(key, torch.zeros(4))
-    for key in ("back", "middle", "front"):
-        kv.push(key, torch.zeros(4))
-    for key in ("back", "front", "middle"):
+    for call, keys in ((kv.init, inits), (kv.push, pushes)):
+        for key, _, priority in (each.partition(":") for each in keys.split()):
+            call(key, torch.zeros(4), int(priority) if priority else None)
+    for key in order.split():
         store.end("push", key)
-    assert store.wait_for(3) == [("push", "back"), ("push", "front"), ("push", "middle")]
-    kv.close()
-
-
-def test_priority_can_be_given() -> None:
-    store = HandStore()
-    kv = scheduled(store, partition_bytes=16, credit_bytes=16)
-    for key, priority in (("a", -1), ("b", 5), ("c", 1)):
-        kv.init(key, torch.zeros(4), priority)
-    for key in ("a", "c", "b"):
-        kv.push(key, torch.zeros(4))
-    for key in ("a", "b", "c"):
-        store.end("push", key)
-    assert [key for _, key in store.wait_for(3)] == ["a", "b", "c"]
-    kv.close()
-
-
-def test_a_push_may_give_another_priority() -> None:
-    store = HandStore()
-    kv = scheduled(store, partition_bytes=16, credit_bytes=16)
-    for key in ("first", "front", "back"):
-        kv.init(key, torch.zeros(4))
-    kv.push("first", torch.zeros(4))
-    kv.push("front", torch.zeros(4), -9)
-    kv.push("back", torch.zeros(4))
-    for key in ("first", "back", "front"):
-        store.end("push", key)
-    assert [key for _, key in store.wait_for(3)] == ["first", "back", "front"]
+    assert store.wait_for(3) == [("push", key) for key in order.split()]
     kv.close()
 
 

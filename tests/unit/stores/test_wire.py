@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,14 +14,15 @@ from bytesched.config import Config
 from bytesched.errors import SchedulerTimeout, TransportError
 from bytesched.kvstore import Ended, Key, LocalKVStore
 from bytesched.plugins.stores.training.wire import StoreWire
-from bytesched.plugins.stores.training.workers import Workers
 from bytesched.urgency import urgent
 
 CONFIG = Config(partition_bytes=64, credit_bytes=64, timeout_s=TIMEOUT_S)
 
 
 def wire_over(store: Any, *, timeout_s: float = TIMEOUT_S) -> StoreWire:
-    return StoreWire(Workers(store, name="s", timeout_s=timeout_s), CONFIG)
+    wire = StoreWire(store, name="s", config=replace(CONFIG, timeout_s=timeout_s))
+    wire.limit(CONFIG.credit_bytes)
+    return wire
 
 
 class Held:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,9 +17,10 @@ from bytesched.errors import (
 )
 from bytesched.kvstore.protocol import Ended
 
-from ..loop import Loop
-from ..messages import TO_SERVER, Message, Op, push_tag
-from ..server.server import Server
+from .loop import Loop
+from .messages import TO_SERVER, Message, Op, push_tag
+from .server import Server
+from .transfer import Transfer
 
 __all__ = ["Calls"]
 
@@ -46,11 +46,14 @@ class Calls:
     Methods are for the loop's thread, except below other headings.
 
     Args:
+        transfer: hears of values that can be read.
         servers: ranks; the first one is where workers meet.
         timeout_s: how long an answer may take.
     """
 
-    def __init__(self, loop: Loop, servers: list[int], timeout_s: float) -> None:
+    def __init__(
+        self, loop: Loop, transfer: Transfer, servers: list[int], timeout_s: float
+    ) -> None:
         self.is_closed = False
         #: the first error, which is final
         self.error: BaseException | None = None
@@ -66,13 +69,10 @@ class Calls:
             Op.MET: self._met,
             Op.DONE: lambda server, message: self.came("call", message.step),
             Op.PUSHED: lambda server, message: self.came("push", message.key),
+            Op.READY: transfer.ready,
         }
 
     # -- what the loop calls -----------------------------------------------------------
-
-    def on(self, op: int, call: Callable[[int, Message], None]) -> None:
-        """Messages of that kind go to ``call``, with the server's rank; before the loop runs."""
-        self._by_op[op] = call
 
     def on_message(self, rank: int, message: Message) -> None:
         """A message of a server is here."""
@@ -141,7 +141,7 @@ class Calls:
             self._loop.send_message(server, TO_SERVER, message)
 
     def _met(self, server: int, message: Message) -> None:
-        error = MismatchError(message.text) if message.text else None
+        error = MismatchError(message.body) if message.body else None
         self.came("meet", message.step, error)
 
     def _end_pending(self, error_of: Callable[[_Pending], BaseException]) -> None:
@@ -155,16 +155,16 @@ class Calls:
         """Returns when every worker has come here, to do the same."""
         number = self._meetings
         self._meetings += 1
-        self._send(Message(Op.MEET, step=number, text=what), "meet", self._servers[0], what)
+        self._send(Message(Op.MEET, step=number, body=what), "meet", self._servers[0], what)
 
     def ask(
-        self, op: int, server: int, what: str, key: int = -1, text: Any = None, memory: Any = None
+        self, op: int, server: int, what: str, key: int = -1, body: Any = None, memory: Any = None
     ) -> None:
         """A call that a server answers with DONE; ``memory`` follows it."""
         number = self._asked
         self._asked += 1
         nbytes = 0 if memory is None else memory.nbytes
-        message = Message(op, key, number, nbytes, text=json.dumps(text))
+        message = Message(op, key, number, nbytes, body=body)
         self._send(message, "call", server, what, memory)
 
     def _send(

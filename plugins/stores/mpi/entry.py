@@ -11,8 +11,8 @@ import torch
 
 from bytesched.errors import InvalidTransition, MismatchError, PeerLost, PluginError
 
-from ..messages import Message
 from .meetings import listed
+from .messages import Message
 
 __all__ = ["Entry", "Pull", "ServerOptimizer", "Spare"]
 

@@ -11,13 +11,23 @@ import torch
 from bytesched.errors import InvalidTransition
 from bytesched.kvstore.protocol import Ended, Key, describe
 
-from ..loop import Loop
-from ..memory import flat_of, memory_of, packed_state, tensor_of, unpacked_state
-from ..messages import TO_SERVER, TO_WORKER, Message, Op, pull_tag
-from ..server.server import Server
-from ..transfer import Transfer
 from .calls import Calls
 from .keys import Keys, Remote
+from .loop import Loop
+from .messages import (
+    TO_SERVER,
+    TO_WORKER,
+    Message,
+    Op,
+    flat_of,
+    memory_of,
+    packed_state,
+    pull_tag,
+    tensor_of,
+    unpacked_state,
+)
+from .server import Server
+from .transfer import Transfer
 
 __all__ = ["MPIKVStore"]
 
@@ -56,11 +66,7 @@ class MPIKVStore:
         self._loop = loop
         self._transfer = transfer
         self._server = server
-        self._calls = Calls(loop, servers, timeout_s)
-        self._calls.on(Op.READY, transfer.ready)
-        self._calls.on(Op.STATE, self._receive_state)
-        #: states that were asked for, by number of the key
-        self._states: dict[int, list[Any]] = {}
+        self._calls = Calls(loop, transfer, servers, timeout_s)
         loop.add(self._calls, TO_WORKER)
 
     @property
@@ -171,42 +177,46 @@ class MPIKVStore:
         self._has_optimizer = True
         if self.rank == 0:
             for server in self._servers:
-                self._calls.ask(Op.OPTIMIZER, server, "set_optimizer", text=what)
+                self._calls.ask(Op.OPTIMIZER, server, "set_optimizer", body=what)
         self._calls.meet("set_optimizer: done")
 
     def set_hyperparameters(self, **hyperparameters: Any) -> None:
         """Those of all steps that worker 0 pulls from now on; the others' calls do nothing."""
         self._calls.check("set_hyperparameters")
         if self.rank == 0:
-            text = json.dumps({"hyperparameters": hyperparameters})
-            message = Message(Op.OPTIMIZER, step=-1, text=text)
-
+            message = Message(Op.OPTIMIZER, step=-1, body={"hyperparameters": hyperparameters})
+            # What JSON does not have is refused in this thread.
+            message.packed(self.rank)
             self._loop.call(lambda: self._calls.send_to_all(message))
 
     def get_state(self, key: Key) -> dict[str, torch.Tensor]:
         """The value of ``key``, named "value", and the optimizer's state of it."""
         call = f"get_state of key {key!r}"
         remote = self._known(key, "get_state")
-        received: list[Any] = []
+        number, data = remote.number, bytearray()
 
         def begin(ended: Ended) -> None:
-            if self._calls.expect("state", remote.number, call, remote.server, ended):
-                self._states[remote.number] = received
-                message = Message(Op.GET_STATE, remote.number)
+            if self._calls.expect("state", number, call, remote.server, ended):
+                self._loop.receive_checked(
+                    data,
+                    remote.server,
+                    pull_tag(number),
+                    lambda: self._calls.came("state", number),
+                    call,
+                )
+                message = Message(Op.GET_STATE, number)
                 self._loop.send_message(remote.server, TO_SERVER, message)
 
         self._calls.wait(call, begin)
-        return unpacked_state(*received)
+        return unpacked_state(data)
 
     def set_state(self, key: Key, state: dict[str, torch.Tensor]) -> None:
         """Gives ``key`` the state that ``get_state`` returned, as worker 0 has it; collective."""
         remote = self._known(key, "set_state")
         self._calls.meet(f"set_state {key!r}")
         if self.rank == 0:
-            what, data = packed_state(state)
-            call = f"set_state of key {key!r}"
-            memory = memory_of(data)
-            self._calls.ask(Op.SET_STATE, remote.server, call, remote.number, what, memory)
+            call, memory = f"set_state of key {key!r}", packed_state(state)
+            self._calls.ask(Op.SET_STATE, remote.server, call, remote.number, memory=memory)
         self._calls.meet(f"set_state {key!r}: done")
 
     def fail_with(self, error: BaseException) -> None:
@@ -255,16 +265,6 @@ class MPIKVStore:
                 self._loop.send_message(remote.server, TO_SERVER, message)
 
         return begin
-
-    def _receive_state(self, rank: int, message: Message) -> None:
-        """A state is about to come."""
-        data = torch.empty(message.nbytes, dtype=torch.uint8)
-
-        def arrived() -> None:
-            self._states.pop(message.key).extend([json.loads(message.text), data])
-            self._calls.came("state", message.key)
-
-        self._loop.receive(memory_of(data), rank, pull_tag(message.key), arrived)
 
     def _known(self, key: Key, call: str, value: Any = None) -> Remote:
         self._calls.check(f"{call} of key {key!r}")

@@ -14,10 +14,9 @@ from typing import Any
 
 import torch
 
-from ..memory import memory_of
-from ..messages import Message
-from ..transfer import Transfer
 from .entry import Entry, Spare
+from .messages import Message, memory_of
+from .transfer import Transfer
 
 __all__ = ["Answers", "Arrivals", "Push"]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from time import monotonic
 from typing import Any
@@ -17,13 +16,21 @@ from bytesched.errors import (
     SchedulerTimeout,
 )
 
-from ..loop import Loop
-from ..memory import memory_of, packed_state, unpacked_state
-from ..messages import TO_WORKER, Message, Op, pull_tag, push_tag
-from ..transfer import Transfer
 from .entry import Entry, Pull, ServerOptimizer, Spare
+from .loop import Loop
 from .meetings import Meetings
+from .messages import (
+    TO_WORKER,
+    Message,
+    Op,
+    memory_of,
+    packed_state,
+    pull_tag,
+    push_tag,
+    unpacked_state,
+)
 from .service import Answers, Arrivals, Push
+from .transfer import Transfer
 
 __all__ = ["Server"]
 
@@ -119,12 +126,12 @@ class Server:
     # -- what workers agree on ---------------------------------------------------------
 
     def _meet(self, worker: int, message: Message) -> None:
-        different = self._meetings.come(message.step, worker, message.text)
+        different = self._meetings.come(message.step, worker, message.body)
         if different is None:
             return
         for rank in self._workers:
             self._loop.send_message(
-                rank, TO_WORKER, Message(Op.MET, step=message.step, text=different)
+                rank, TO_WORKER, Message(Op.MET, step=message.step, body=different)
             )
 
     def _bye(self, worker: int, message: Message) -> None:
@@ -142,7 +149,7 @@ class Server:
     # -- keys --------------------------------------------------------------------------
 
     def _init(self, worker: int, message: Message) -> None:
-        what = json.loads(message.text)
+        what = message.body
         value = torch.empty(what["shape"], dtype=getattr(torch, what["dtype"]))
         entry = Entry(
             message.key,
@@ -175,7 +182,7 @@ class Server:
         self._done(worker, message)
 
     def _set_optimizer(self, worker: int, message: Message) -> None:
-        what = json.loads(message.text)
+        what = message.body
         if "name" in what:
             if self._optimizer is not None:
                 raise InvalidTransition(f"the store has an optimizer: {self._optimizer['name']}")
@@ -230,23 +237,15 @@ class Server:
         state = {"value": entry.value.clone()}
         if entry.optimizer is not None:
             state.update(entry.optimizer.state)
-        what, data = packed_state(state)
-        rank = self._workers[worker]
-        text = json.dumps(what)
-        self._loop.send_message(
-            rank,
-            TO_WORKER,
-            Message(Op.STATE, entry.number, message.step, nbytes=data.nbytes, text=text),
-        )
-        self._loop.send(memory_of(data), rank, pull_tag(entry.number), lambda: None)
+        rank, data = self._workers[worker], packed_state(state)
+        self._loop.send(data, rank, pull_tag(entry.number))
 
     def _set_state(self, worker: int, message: Message) -> None:
         entry = self._known(message, worker)
-        what = json.loads(message.text)
-        data = torch.empty(message.nbytes, dtype=torch.uint8)
+        data = bytearray(message.nbytes)
 
         def arrived() -> None:
-            state = unpacked_state(what, data)
+            state = unpacked_state(data)
             entry.value.copy_(state.pop("value").reshape(-1))
             if state:
                 if entry.optimizer is None:
@@ -254,4 +253,4 @@ class Server:
                 entry.optimizer.load(state)
             self._done(worker, message)
 
-        self._loop.receive(memory_of(data), self._workers[worker], push_tag(entry.number), arrived)
+        self._loop.receive(data, self._workers[worker], push_tag(entry.number), arrived)

@@ -15,10 +15,9 @@ from bytesched.log import show
 from bytesched.observe import Observers
 from bytesched.trace.timeline import observers_here
 
-from ...ending import end_when_gone
-from ...registry import kind_of_store
-from .key_slots import KeySlot, cut, fill, plain
-from .transfers import Transfers
+from ..ending import end_when_gone
+from ..registry import kind_of_store
+from .transfers import KeySlot, Transfers, cut, fill, plain
 
 __all__ = ["ScheduledKVStore", "begin"]
 
@@ -44,13 +43,13 @@ class ScheduledKVStore:
     def __init__(self, store: KVStore, config: Config, observers: Observers | None = None) -> None:
         self.store = store
         self._observers = observers or Observers()
-        self._slots: dict[Key, KeySlot] = {}
-        self._partition_bytes, credit_bytes = RULES["store calls"].sizes(
+        self._partition_bytes, self._credit_bytes = RULES["store calls"].sizes(
             config.partition_bytes,
             config.credit_bytes,
             window=chunks_on_their_way(getattr(store, "num_servers", 1)),
         )
-        self._transfers = Transfers(store, config, self._observers, credit_bytes=credit_bytes)
+        self._transfers = Transfers(store, config, self._observers, credit_bytes=self._credit_bytes)
+        self._slots, self._pipes = self._transfers.slots, self._transfers.pipes
         self._end = end_when_gone(self, self._transfers.end)
         self._closed = False
         self._steps = 0
@@ -58,7 +57,7 @@ class ScheduledKVStore:
     @property
     def error(self) -> BaseException | None:
         """The first error, which is final."""
-        return self._transfers.error
+        return self._pipes.error
 
     @property
     def rank(self) -> int:
@@ -85,9 +84,8 @@ class ScheduledKVStore:
         order = number if priority is None else -priority
         slot = cut(key, number, value, order, self._partition_bytes)
         self.flush()
-        for chunk in slot.chunks:
-            self.store.init(chunk.key, chunk.push_from)
-        self._slots[key] = slot
+        for chunk, memory in slot.chunks:
+            self.store.init(chunk.key, memory)
         self._transfers.add(slot)
 
     def push(self, key: Key, value: Any, priority: int | None = None) -> None:
@@ -97,7 +95,7 @@ class ScheduledKVStore:
         of ``key``, if that has not ended.
         """
         slot = self._slot(key, value, "push")
-        if slot.is_pushed and slot.out is None:
+        if slot.is_pushed and slot.pulled is None:
             raise InvalidTransition(
                 f"worker {self.rank} pushed key {key!r} twice in one step: pull it first"
             )
@@ -141,9 +139,7 @@ class ScheduledKVStore:
 
     def flush(self) -> None:
         """Returns when everything that was begun has ended."""
-        for slot in self._slots.values():
-            self._transfers.wait_for(slot)
-        self._transfers.wait_pushed()
+        self._transfers.wait_all()
 
     def close(self) -> None:
         """Stops our threads and closes the store; pulls that have not ended never will."""
@@ -151,7 +147,7 @@ class ScheduledKVStore:
             return
         self._closed = True
         self._end.detach()
-        self._transfers.stop()
+        self._pipes.close()
         self.store.close()
         self._observers.close()
 
@@ -163,9 +159,8 @@ class ScheduledKVStore:
             "steps": self._steps,
             **self._transfers.figures(max(self._steps, 1)),
             "bytes_per_step": sum(slot.nbytes for slot in self._slots.values()),
-            "chunks": self._transfers.chunk_count,
             "partition_bytes": self._partition_bytes,
-            "credit_bytes": self._transfers.credit_bytes,
+            "credit_bytes": self._credit_bytes,
             "mode": "kvstore",
             "rank": self.rank,
             "world_size": self.num_workers,
@@ -175,9 +170,9 @@ class ScheduledKVStore:
         """The store, with every key under its own name again; every worker calls it."""
         self.flush()
         self._end.detach()
-        self._transfers.stop()
+        self._pipes.close()
         for slot in self._slots.values():
-            if [chunk.key for chunk in slot.chunks] != [slot.key]:
+            if [chunk.key for chunk, _ in slot.chunks] != [slot.key]:
                 self._read(slot)
                 self.store.init(slot.key, slot.flat.reshape(slot.shape))
         self._closed = True
@@ -186,8 +181,8 @@ class ScheduledKVStore:
 
     def _read(self, slot: KeySlot) -> None:
         """Fetches the value of a key of which nothing is under way."""
-        for chunk in slot.chunks:
-            self.store.pull(chunk.key, chunk.pull_into)
+        for chunk, memory in slot.chunks:
+            self.store.pull(chunk.key, memory)
 
     # -- checks ------------------------------------------------------------------------
 
@@ -214,7 +209,7 @@ class ScheduledKVStore:
 
     def __repr__(self) -> str:
         return (
-            f"<ScheduledKVStore {len(self._slots)} keys in {self._transfers.chunk_count} chunks, "
+            f"<ScheduledKVStore {len(self._slots)} keys in {self._pipes.chunk_count} chunks, "
             f"worker {self.rank} of {self.num_workers}, {self.store!r}>"
         )
 

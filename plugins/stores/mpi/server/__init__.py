@@ -1,1 +1,0 @@
-"""What a server keeps, sums and answers."""

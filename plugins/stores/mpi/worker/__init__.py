@@ -1,1 +1,0 @@
-"""What a worker asks of the servers: the calls of a store."""
