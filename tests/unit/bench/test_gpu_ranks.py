@@ -11,8 +11,7 @@ import pytest
 from fake_mps import FAILS, STUBBORN, FakeMps
 
 from bytesched.bench import gpu_ranks
-from bytesched.bench.gpu_ranks import mps, nccl_variables
-from bytesched.bench.gpu_table import agreement, interval, report
+from bytesched.bench.gpu_ranks import agreement, interval, mps, nccl_variables, report
 from bytesched.commands import bench
 from bytesched.plugins.bench.gpu_worker import Spans, traced
 

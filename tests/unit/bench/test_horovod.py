@@ -11,7 +11,7 @@ from bench_results import bench_result
 from bytesched.bench.table import add_figures, opponents, table
 from bytesched.commands import bench as bench
 from bytesched.errors import ConfigError
-from bytesched.lab import mpi as lab_mpi
+from bytesched.lab import ranks as lab_ranks
 
 needs_horovod = pytest.mark.needs("horovod")
 
@@ -38,7 +38,7 @@ def test_mpi_starts_ranks_itself_and_needs_its_mpirun(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = ["--systems", "horovod", "--controller", "mpi"]
-    monkeypatch.setattr("bytesched.lab.mpi.shutil.which", lambda *_, **__: None)
+    monkeypatch.setattr("bytesched.lab.ranks.shutil.which", lambda *_, **__: None)
     with pytest.raises(SystemExit):
         bench.main(arguments)
     assert "needs mpirun" in capsys.readouterr().err
@@ -66,9 +66,9 @@ def test_another_mpi_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     other = tmp_path / "mpirun"
     other.write_text("#!/bin/sh\necho Intel MPI\n")
     other.chmod(0o755)
-    monkeypatch.setattr("bytesched.lab.mpi.shutil.which", lambda *_, **__: str(other))
+    monkeypatch.setattr("bytesched.lab.ranks.shutil.which", lambda *_, **__: str(other))
     with pytest.raises(ConfigError, match="is not Open MPI"):
-        lab_mpi.find_mpirun()
+        lab_ranks.find_mpirun()
 
 
 @needs_horovod

@@ -20,16 +20,16 @@ import pytest
 from bytesched.commands.report import main
 from bytesched.errors import ConfigError
 from bytesched.observe import Observers
-from bytesched.trace.file import TraceFile, load_events
 from bytesched.trace.reading import (
     ANCHOR,
     covered,
+    load_events,
     merge_traces,
     read_traces,
     subtract,
     union,
 )
-from bytesched.trace.timeline import Timeline
+from bytesched.trace.timeline import Timeline, TraceFile
 
 MS = 1_000_000
 
