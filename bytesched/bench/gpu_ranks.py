@@ -75,7 +75,6 @@ def measure_gpu_ranks(options: Namespace, arguments: Sequence[str]) -> list[str]
             model=model,
             workers=options.gpu_ranks,
             device=options.device or "cuda",
-            batch=options.batch[-1],
             variables=variables,
             sharing=sharing,
         )

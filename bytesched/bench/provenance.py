@@ -14,13 +14,14 @@ from dataclasses import asdict
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from bytesched.bench.specification import Specification
 from bytesched.bench.systems import HOROVOD_SYSTEMS
 from bytesched.environment import RankView
 from bytesched.files import write_text
-from bytesched.lab.ranks import found_by
+from bytesched.lab.ranks import Start, run_all
 from bytesched.version import __version__
 
 _ROOT = Path(__file__).parents[2]
@@ -46,9 +47,12 @@ def measured(spec: Specification, worker: str, arguments: Sequence[str]) -> dict
     """What ranks that are started here find, and where it comes from; ``--json`` gets it, too."""
     # Before anything is measured: files may change meanwhile.
     origin = provenance(command_of(arguments))
-    ranks = {"threads": spec.threads, "ranks_per_host": spec.ranks_per_host}
-    text, network = found_by(spec, worker, spec.hosts, spec.link_rate, **ranks)
-    found = {**origin, "network": network, "specification": asdict(spec), **json.loads(text)}
+    found = {**origin, "specification": asdict(spec)}
+    with TemporaryDirectory(prefix="bytesched-bench-") as folder:
+        result = Path(folder, "result.json")
+        start = Start(worker, str(result), spec.threads, ranks_per_host=spec.ranks_per_host)
+        found["network"] = run_all(spec, start, spec.hosts, spec.link_rate, Path(folder))
+        found |= json.loads(result.read_text())
     if spec.json:
         write_text(Path(spec.json), json.dumps(found, indent=1) + "\n")
     return found

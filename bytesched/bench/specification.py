@@ -225,7 +225,12 @@ def bench_parser() -> argparse.ArgumentParser:
 
 def as_given(options: argparse.Namespace, **others: Any) -> Specification:
     """The options of the command, and these in place of what was given."""
-    return Specification(**{**vars(options), "compare": tuple(options.compare), **others})
+    own = {
+        "batch": options.batch[-1],
+        "compare": tuple(options.compare),
+        "controller": options.controller or "gloo",
+    }
+    return Specification(**{**vars(options), **own, **others})
 
 
 def specification(options: argparse.Namespace, view: RankView) -> Specification:
@@ -270,8 +275,6 @@ def specification(options: argparse.Namespace, view: RankView) -> Specification:
         systems=systems,
         model=model,
         profiles=(profile,) if profile else (),
-        batch=options.batch[-1],
-        controller=options.controller or "gloo",
         servers=servers,
         recorded=tuple(options.batch) if options.record else (),
     )

@@ -12,9 +12,9 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from bytesched.environment import RankView, gloo_interfaces, seen_variables
 from bytesched.errors import BytesschedError, ConfigError
@@ -90,14 +90,8 @@ def run_all(spec: object, start: Start, hosts: int, rate: str | None, folder: Pa
             link_bytes_per_s=lab.rate_bits_per_s / 8 if lab.shaped else None,
             mpirun=tuple(mpirun_command(lab, folder)) if start.by_mpi else (),
         )
-        environment = {
-            "WORLD_SIZE": str(ranks),
-            "MASTER_ADDR": lab.addresses[0],
-            "MASTER_PORT": str(lab.free_port()),
-            "GLOO_SOCKET_IFNAME": lab.interface,
-            "OMP_NUM_THREADS": str(start.threads or 1),
-            "TORCH_CPP_LOG_LEVEL": "ERROR",
-        }
+        environment = rank_environment(lab, ranks, start.threads or 1)
+        environment["TORCH_CPP_LOG_LEVEL"] = "ERROR"
         logs = [folder / f"rank{rank}.log" for rank in range(ranks)]
         processes = []
         for rank, log in enumerate(logs):
@@ -107,27 +101,10 @@ def run_all(spec: object, start: Start, hosts: int, rate: str | None, folder: Pa
             command = _command(start.worker, spec, here)
             with log.open("w") as stderr:
                 processes.append(lab.launch(host, command, environment | own, stderr=stderr))
-        _wait(processes, logs)
+        wait_for(processes, logs)
         if lab.shaped:
             return f"links of {lab.rate_bits_per_s / 1e9:g} Gbit/s between emulated hosts"
         return "loopback"
-
-
-def found_by(
-    spec: object,
-    worker: str,
-    hosts: int,
-    rate: str | None = None,
-    *,
-    threads: int,
-    ranks_per_host: int = 1,
-) -> tuple[str, str]:
-    """What rank 0 has written when every rank has run `worker`, and the network."""
-    with TemporaryDirectory(prefix="bytesched-bench-") as folder:
-        result = Path(folder, "result.json")
-        start = Start(worker, str(result), threads, ranks_per_host=ranks_per_host)
-        network = run_all(spec, start, hosts, rate, Path(folder))
-        return result.read_text(), network
 
 
 def run_own(spec: object, start: Start, view: RankView) -> str:
@@ -147,11 +124,22 @@ def run_own(spec: object, start: Start, view: RankView) -> str:
     return f"ranks started by {view.launcher}"
 
 
+def rank_environment(lab: Lab, ranks: int, threads: int) -> dict[str, str]:
+    """Of every rank, as a launcher would set it, except its own number."""
+    return {
+        "WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": lab.addresses[0],
+        "MASTER_PORT": str(lab.free_port()),
+        "GLOO_SOCKET_IFNAME": lab.interface,
+        "OMP_NUM_THREADS": str(threads),
+    }
+
+
 def _command(worker: str, spec: object, place: Place) -> list[str]:
     return [sys.executable, "-m", worker, to_json(spec), to_json(place)]
 
 
-def _wait(processes: list[subprocess.Popen[str]], logs: list[Path]) -> None:
+def wait_for(processes: Sequence[subprocess.Popen[str]], logs: Sequence[Path]) -> None:
     """Return when every rank has ended well; raise `BenchError` when one has not."""
     while None in (codes := [process.poll() for process in processes]):
         if any(codes):

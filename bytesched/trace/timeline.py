@@ -79,7 +79,7 @@ class TraceFile:
                 self.is_full = True
                 break
             batch += entry
-        if not batch or self._file.closed:
+        if not batch:
             return
         view, at = memoryview(batch + _TAIL), self._used_bytes
         self._used_bytes += len(batch)

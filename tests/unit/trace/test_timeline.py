@@ -375,14 +375,6 @@ def test_a_write_that_breaks_off_anywhere_leaves_what_can_be_read(tmp_path: Path
     assert (counts[0], counts[-1]) == (21, 41)
 
 
-def test_nothing_is_added_after_close(tmp_path: Path) -> None:
-    file = TraceFile(tmp_path / "a.json", "0", max_bytes=1 << 20)
-    file.append(["1"])
-    file.close()
-    file.append(["2"])
-    assert json.loads((tmp_path / "a.json").read_text()) == [0, 1]
-
-
 @pytest.fixture
 def two_ranks(tmp_path: Path) -> Path:
     """Rank 1's clock is 5 s ahead of rank 0's, which the offset corrects; the same moments."""
