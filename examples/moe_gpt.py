@@ -18,7 +18,7 @@ from torch.nn import functional
 
 import bytesched
 from bytesched.plugins import moe
-from bytesched.plugins.demo.rank import LENGTH, sample, source_text
+from bytesched.plugins.demo.model import LENGTH, sample, source_tokens
 
 WIDTH, HEADS, DEPTH = 128, 4, 2
 
@@ -95,7 +95,7 @@ def train(options: argparse.Namespace) -> None:
     if not options.plain:
         optimizer = bytesched.wrap(optimizer, model)
 
-    text = torch.frombuffer(bytearray(source_text()), dtype=torch.uint8).long()
+    text = source_tokens()
     # The noise of gates is every rank's own.
     torch.manual_seed(dist.get_rank())
     steps = []

@@ -20,7 +20,7 @@ from torch.distributed.pipelining.schedules import ScheduleZBVZeroBubble
 from torch.nn import functional
 
 import bytesched
-from bytesched.plugins.demo.rank import LENGTH, sample, source_text
+from bytesched.plugins.demo.model import LENGTH, sample, source_tokens
 from bytesched.plugins.pipelines import ordered_schedule
 
 WIDTH, HEADS = 64, 4
@@ -94,7 +94,7 @@ def train(options: argparse.Namespace) -> None:
     if not options.plain:
         optimizer = bytesched.wrap(optimizer, schedule)
 
-    text = torch.frombuffer(bytearray(source_text()), dtype=torch.uint8).long()
+    text = source_tokens()
     torch.manual_seed(dist.get_rank(replicas))
     means = []
     for step in range(options.steps):

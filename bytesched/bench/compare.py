@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 import statistics
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from bytesched.bench.provenance import difference
+from bytesched.bench.specification import batches
 from bytesched.bench.table import described, opponents, round_medians
 from bytesched.errors import ConfigError
 from bytesched.table import aligned
@@ -28,6 +30,8 @@ COUNTS: Final = {
     "messages": ("messages of an iteration", 0.05),
     "bytes": ("bytes of an iteration", 0.01),
 }
+#: what `same_again` leaves out
+_OUTPUTS: Final = frozenset({"--json", "--png", "--record", "--compare"})
 _SAME = "identical"
 _LOSSES = "losses and weights that differ from the first system's"
 
@@ -60,6 +64,26 @@ class Change:
             f"{self.system}: {self.figure}: {_shown(self.old)} was, {_shown(self.new)} is "
             f"({100 * self.growth:+.1f} %, allowed are {100 * self.tolerance:g} %)"
         )
+
+
+def same_again(command: str, arguments: Sequence[str]) -> list[str]:
+    """The arguments of ``command``, which a result has recorded, and after them ``arguments``.
+
+    Files that it wrote, and what it was compared with, are left out.
+    """
+    recorded = shlex.split(command)
+    recorded = recorded[recorded.index("bench") + 1 :] if "bench" in recorded else []
+    words = [part for word in recorded for part in word.split("=", word.startswith("--"))]
+    kept: list[str] = []
+    flag = ""
+    for word in words:
+        flag = word if word.startswith("--") else flag
+        if flag == "--batch" != word and "--record" in words:
+            # What systems got.
+            kept.append(str(batches(word)[-1]))
+        elif flag not in _OUTPUTS:
+            kept.append(word)
+    return [*kept, *arguments]
 
 
 def load_result(path: Path) -> dict[str, Any]:

@@ -8,21 +8,20 @@ import os
 import platform
 import shlex
 import subprocess
-from argparse import Namespace
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
-from bytesched.bench.arguments import DEFAULT_RATE, DEFAULT_WORKERS
-from bytesched.bench.specification import Specification, Training
+from bytesched.bench.specification import Specification
 from bytesched.bench.systems import HOROVOD_SYSTEMS
 from bytesched.environment import RankView
 from bytesched.files import write_text
-from bytesched.lab.ranks import found_by
+from bytesched.lab.ranks import Start, run_all
 from bytesched.version import __version__
 
 _ROOT = Path(__file__).parents[2]
@@ -44,23 +43,18 @@ def provenance(command: str) -> dict[str, Any]:
     }
 
 
-def measured(
-    spec: Training,
-    worker: str,
-    hosts: int,
-    rate: str | None,
-    options: Namespace,
-    arguments: Sequence[str],
-    ranks_per_host: int = 1,
-) -> dict[str, Any]:
+def measured(spec: Specification, worker: str, arguments: Sequence[str]) -> dict[str, Any]:
     """What ranks that are started here find, and where it comes from; ``--json`` gets it, too."""
     # Before anything is measured: files may change meanwhile.
     origin = provenance(command_of(arguments))
-    ranks = {"threads": spec.threads, "ranks_per_host": ranks_per_host}
-    text, network = found_by(spec, worker, hosts, rate, **ranks)
-    found = {**origin, "network": network, "specification": asdict(spec), **json.loads(text)}
-    if options.json:
-        write_text(Path(options.json), json.dumps(found, indent=1) + "\n")
+    found = {**origin, "specification": asdict(spec)}
+    with TemporaryDirectory(prefix="bytesched-bench-") as folder:
+        result = Path(folder, "result.json")
+        start = Start(worker, str(result), spec.threads, ranks_per_host=spec.ranks_per_host)
+        found["network"] = run_all(spec, start, spec.hosts, spec.link_rate, Path(folder))
+        found |= json.loads(result.read_text())
+    if spec.json:
+        write_text(Path(spec.json), json.dumps(found, indent=1) + "\n")
     return found
 
 
@@ -104,19 +98,18 @@ def priority() -> str:
     return f"{name} {os.sched_getparam(0).sched_priority}" if name else ""
 
 
-def setting(options: Namespace, spec: Specification, view: RankView) -> dict[str, Any]:
+def setting(spec: Specification, view: RankView) -> dict[str, Any]:
     """What two results must have in common to be compared."""
     launched = view.launcher != "none"
-    ranks = (options.lab or options.workers or DEFAULT_WORKERS) * spec.ranks_per_host
     names = ["ranks_per_host", "servers", "optimizer", "clip", "batch", "threads"]
     if spec.profile:
         names += ["comm_ratio", "compute_scale"]
     if spec.is_any_of(HOROVOD_SYSTEMS):
         names.append("controller")
     found = {
-        "ranks": view.world_size if launched else ranks,
+        "ranks": view.world_size if launched else spec.hosts * spec.ranks_per_host,
         "launcher": view.launcher,
-        "rate": (options.rate or DEFAULT_RATE) if options.lab else "",
+        "rate": spec.link_rate or "",
         "priority": priority(),
         "emulate" if spec.profile else "model": spec.model,
         **{name: getattr(spec, name) for name in names},

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import statistics
-from argparse import Namespace
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any, Final
 
-from bytesched.bench.arguments import DEFAULT_RATE, DEFAULT_WORKERS
-from bytesched.bench.profile import Profile, load_profile
+from bytesched.bench.profile import load_profile
 from bytesched.bench.provenance import measured
-from bytesched.bench.specification import Specification, Training, refuse, with_options
+from bytesched.bench.specification import Specification, refuse
 from bytesched.environment import rank_view
 from bytesched.errors import ConfigError
 from bytesched.lab.ranks import BenchError
@@ -27,53 +25,37 @@ CROSSOVER: Final = "crossover"
 _MOST_JOBS: Final = 8
 
 
-@dataclass(frozen=True, kw_only=True)
-class ShareSpecification(Training):
-    """What `bytesched bench --share` measures; its systems are bytesched, or none: without options.
+def _specification(spec: Specification) -> Specification:
+    """With the profiles of all jobs, emulated on a device of which each host has one.
 
-    Profiles are those of the jobs, emulated on a device of which each host has one.
+    Raises `ConfigError` for what cannot be measured with several jobs.
     """
-
-    profiles: tuple[Profile, ...]
-    compute_scale: float
-    comm_ratio: float | None
-
-
-def _specification(spec: Specification, options: Namespace) -> ShareSpecification:
-    """What is asked for. Raises `ConfigError` for what cannot be measured with several jobs."""
     if spec.profile is None:
         raise ConfigError("--share emulates the device that jobs share, and needs --emulate")
     if rank_view().launcher != "none":
         raise ConfigError("--share starts the ranks itself: leave the launcher out")
-    refuse(options, "--share", "png", "record", "compare")
+    refuse(spec, "--share", "png", "record", "compare")
     if spec.ranks_per_host > 1:
         raise ConfigError("--share places its ranks itself: leave --ranks-per-host out")
-    names = [name for name in options.share.split(",") if name] or [options.emulate]
+    names = [name for name in spec.share.split(",") if name] or [spec.emulate]
     profiles = (spec.profile, *map(load_profile, names))
     if len(profiles) > _MOST_JOBS:
-        raise ConfigError(f"--share {options.share}: at most {_MOST_JOBS} jobs")
+        raise ConfigError(f"--share {spec.share}: at most {_MOST_JOBS} jobs")
     if spec.iterations < LEAST_ITERATIONS:
         raise ConfigError(
             f"--iterations {spec.iterations}: with --share at least {LEAST_ITERATIONS}"
         )
     if any(profile.exchanged_bytes for profile in profiles):
         raise ConfigError("--share is not for a profile with layers of experts")
-    systems = spec.systems if options.systems else ()
-    if [system.kind for system in systems] not in ([], ["bytesched"]):
+    if [system.kind for system in spec.systems] != ["bytesched"]:
         raise ConfigError("--share measures bytesched: --systems bytesched, with options if any")
-    return with_options(ShareSpecification, options, systems=systems, profiles=profiles)
+    return replace(spec, profiles=profiles, ranks_per_host=len(profiles))
 
 
-def measure_sharing(
-    bench: Specification, options: Namespace, arguments: Sequence[str]
-) -> list[str]:
+def measure_sharing(bench: Specification, arguments: Sequence[str]) -> list[str]:
     """Measure, and write what was found; the lines of a report. Raises `ConfigError`."""
-    spec = _specification(bench, options)
-    hosts = options.lab or options.workers or DEFAULT_WORKERS
-    rate = (options.rate or DEFAULT_RATE) if options.lab else None
-    jobs = len(spec.profiles)
-    found = measured(spec, WORKER, hosts, rate, options, arguments, ranks_per_host=jobs)
-    return [_headline(found, hosts), "", *table(found)]
+    found = measured(_specification(bench), WORKER, arguments)
+    return [_headline(found, bench.hosts), "", *table(found)]
 
 
 def _headline(found: dict[str, Any], hosts: int) -> str:

@@ -1,15 +1,16 @@
-"""What is measured: the specification that every rank of a bench gets, as JSON."""
+"""What is measured: the options of `bytesched bench`, which every rank gets as JSON."""
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
-from argparse import Namespace
-from dataclasses import dataclass, fields
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
-from bytesched.bench.arguments import MODELS
-from bytesched.bench.profile import Profile, load_profile
+from bytesched.bench.profile import Profile, load_profile, shipped_profiles
 from bytesched.bench.systems import (
     EXCHANGE_SYSTEMS,
     HOROVOD_SYSTEMS,
@@ -21,63 +22,218 @@ from bytesched.bench.systems import (
 )
 from bytesched.environment import RankView
 from bytesched.errors import ConfigError
+from bytesched.parser import CommandParser
 from bytesched.values import nearest
 
+NumberT = TypeVar("NumberT", int, float)
+
+MODELS: Final = ("gpt", "vgg", "resnet")
+CONTROLLERS: Final = {"gloo": "Gloo", "mpi": "MPI"}
+_RATE: Final = "1gbit"
+_WORKERS: Final = 2
+_EPILOG: Final = """\
+Further systems: ddp-finalize (torch 2.15), zero1, horovod, horovod-best (swept),
+bytesched-horovod; through parameter servers over MPI: kv-plain, kv-p3, bytesched-kv.
+A system may have options: ddp:bucket_mb=4, ddp:static_graph=1+bucket_view=1 (also of
+ddp-finalize), bytesched:partition_bytes=512KiB+credit_bytes=1MiB,
+horovod:fusion_mb=4+cycle_ms=1, horovod-best:fusion_mb=4 (the cycle time alone is swept),
+kv-p3:slice=50000, kv-plain:transfer=one-sided; those of bytesched-horovod and bytesched-kv are
+those of bytesched, and updates=1 of the latter.
+--model also takes module:function of your own; the function returns a pair: the module, and a
+function loss(module, seed) that runs forward on the batch of that seed and returns its loss.
+
+  bytesched bench --lab 2 --rate 1gbit --emulate gpt
+  bytesched bench --lab 2 --emulate gpt --controller mpi --systems horovod,bytesched-horovod
+  bytesched bench --model vgg --batch 4,8,16,32 --record vgg.json --systems ddp --rounds 1
+  bytesched bench --lab 2 --servers 1 --emulate vgg --systems kv-plain,kv-p3,bytesched-kv
+  bytesched bench --lab 2 --rate 500mbit --emulate moe --comm-ratio 1
+  bytesched bench --lab 2 --rate 250mbit --emulate gpt --comm-ratio 1 --share
+  bytesched bench --gpu-ranks 2 --batch 16 --clip 1
+  bytesched bench --compare gpt.json --json now.json
+  torchrun --nproc-per-node 1 --nnodes 2 ... -m bytesched bench --model gpt --json gpt.json
+"""
+
+
+def batches(text: str) -> list[int]:
+    """Batch sizes, by their size."""
+    try:
+        return sorted({int(size) for size in text.split(",")})
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}: whole numbers, as 8 or 4,8,16") from None
+
+
+def _within(least: NumberT, most: NumberT) -> Callable[[str], NumberT]:
+    """A parser of numbers of this kind, from ``least`` to ``most``."""
+
+    def parse(text: str) -> NumberT:
+        with suppress(ValueError):
+            number = type(least)(text)
+            if least <= number <= most:
+                return number
+        raise argparse.ArgumentTypeError(f"{text}: expected from {least:g} to {most:g}")
+
+    return parse
+
+
+def _option(default: Any, sign: str, meaning: str, /, **how: Any) -> Any:
+    """A field that is an option; its metadata is what argparse is told.
+
+    With another default of that where the field has one of its own.
+    """
+    shown = " (%(default)s)" if default not in (None, "") and "default" not in how else ""
+    return field(default=default, metadata={"metavar": sign, "help": meaning + shown, **how})
+
+
+def _number(default: Any, least: NumberT, most: NumberT, sign: str, meaning: str) -> Any:
+    return _option(default, sign, meaning, type=_within(least, most))
+
+
+_MOST: Final = 1_000_000
+
 
 @dataclass(frozen=True, kw_only=True)
-class Training:
-    """What every measurement is told, all of it options of the command."""
+class Specification:
+    """The options of the command as they are given, and what is made of some of them."""
 
-    systems: tuple[System, ...]
-    iterations: int
-    rounds: int
-    warmup: int
-    optimizer: str
-    #: largest norm of all gradients; 0: they are not clipped
-    clip: float
-    #: of torch in each rank; 0: as torch chooses
-    threads: int
-    #: for one collective
-    timeout_s: float
-
-
-TrainingT = TypeVar("TrainingT", bound=Training)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Specification(Training):
-    """What `bytesched bench` measures."""
-
-    #: the model's name, ``module:function``, or the name of the profile
-    model: str
-    #: that is emulated, if one is
-    profile: Profile | None
+    systems: tuple[System, ...] = _option(
+        (),
+        "LIST",
+        f"what to measure ({','.join(SYSTEMS)}; of a profile with layers of experts "
+        f"{','.join(EXCHANGE_SYSTEMS)})",
+        default="",
+    )
+    #: the name of the profile, where one is emulated
+    model: str = _option(
+        "", "NAME", f"{', '.join(MODELS)} or module:function (default {MODELS[0]})"
+    )
+    emulate: str = _option(
+        "", "PROFILE", f"emulate the compute of {', '.join(shipped_profiles())} or FILE.json"
+    )
+    rate: str = _option("", "RATE", f"link of each emulated host (default {_RATE})")
+    lab: int | None = _number(None, 2, 64, "N", "start ranks on N hosts emulated on this machine")
+    ranks_per_host: int = _number(1, 1, 64, "N", "ranks on each emulated host")
+    workers: int | None = _number(
+        None, 2, 64, "N", f"start N ranks here, over loopback (default {_WORKERS})"
+    )
+    iterations: int = _number(20, 1, _MOST, "N", "timed iterations per round")
+    rounds: int = _number(3, 1, _MOST, "N", "rounds, in each of which every system has a turn")
+    warmup: int = _number(5, 2, _MOST, "N", "untimed iterations per round")
+    sweep_iterations: int = _number(8, 1, _MOST, "N", "timed iterations per swept setting")
+    #: None: there is no store
+    servers: int | None = _number(None, 0, 32, "N", "ranks that serve; 0: all do (default 1)")
+    clip: float = _number(0.0, 0.0, 1e6, "NORM", "clip by the norm of all gradients; 0: do not")
+    compute_scale: float = _number(1.0, 1e-3, 1e6, "X", "emulate a device X x slower")
+    comm_ratio: float | None = _number(None, 1e-3, 1e6, "X", "emulate communication of X x compute")
+    threads: int = _number(1, 0, _MOST, "N", "threads of torch per rank; 0: as torch chooses")
+    timeout_s: float = _number(300.0, 1e-3, 1e6, "S", "longest time of one collective")
     #: of each rank; 0: the model's own
-    batch: int
-    sweep_iterations: int
-    #: of Horovod
-    controller: str
-    #: ranks that serve, 0: all do; None: there is no store
-    servers: int | None
-    compute_scale: float
-    comm_ratio: float | None
+    batch: int = _option(
+        0,
+        "N",
+        "batch size of each rank, of real models; several of them for --record, of which systems "
+        "get the largest",
+        type=batches,
+        default=[0],
+    )
+    controller: str = _option(
+        "gloo", "", "controller of Horovod (default gloo)", choices=CONTROLLERS, default=None
+    )
+    optimizer: str = _option("adamw", "", "default %(default)s", choices=("adamw", "sgd"))
+    json: str = _option("", "FILE", "write every figure")
+    png: str = _option("", "FILE", "write a chart")
+    record: str = _option("", "FILE", "write the model's compute profile, at every --batch")
+    compare: tuple[str, ...] = _option(
+        (),
+        "FILE",
+        "OLD.json: measure the same again, and fail on a regression; OLD.json NEW.json: compare "
+        "two results",
+        nargs="+",
+        default=(),
+    )
+    share: str = _option(
+        "",
+        "PROFILES",
+        "measure jobs that share devices and links: alone, side by side and in turns; beside that "
+        "of --emulate one like it, or one of each of these profiles",
+        nargs="?",
+        const=",",
+    )
+    gpu_ranks: int | None = _number(
+        *(None, 2, 16, "N"),
+        "measure N ranks over NCCL on one device, under MPS if that is installed: DDP with "
+        "several bucket sizes, FSDP2 and bytesched, and T* beside them; --model gpt, conv or small",
+    )
+    device: str = _option(
+        "",
+        "",
+        "of --gpu-ranks (default cuda); cpu tries the same with tiny models over Gloo",
+        choices=("cuda", "cpu"),
+    )
+    trace: bool = field(
+        default=False,
+        metadata={
+            "action": "store_true",
+            "help": "print an iteration of bytesched with --gpu-ranks",
+        },
+    )
+    #: what is emulated: nothing, one model, or those of the jobs that share a device
+    profiles: tuple[Profile, ...] = ()
     #: batch sizes whose compute profiles are recorded
-    record: tuple[int, ...]
-    #: on each emulated host
-    ranks_per_host: int
+    recorded: tuple[int, ...] = ()
+    #: of ranks that share a GPU: of the environment of each, and how they share it
+    variables: dict[str, str] = field(default_factory=dict)
+    sharing: str = ""
+
+    @property
+    def profile(self) -> Profile | None:
+        """What is emulated, if anything is."""
+        return self.profiles[0] if self.profiles else None
+
+    @property
+    def hosts(self) -> int:
+        """Emulated hosts, or processes here."""
+        return self.lab or self.workers or _WORKERS
+
+    @property
+    def link_rate(self) -> str | None:
+        """Of each emulated host, if there are any."""
+        return (self.rate or _RATE) if self.lab else None
 
     def is_any_of(self, kinds: tuple[str, ...]) -> bool:
         """Whether one of these systems is measured."""
         return any(system.kind in kinds for system in self.systems)
 
 
-def with_options(kind: type[TrainingT], options: Namespace, **others: Any) -> TrainingT:
-    """A specification whose fields are options of the command, and those given here."""
-    names = {field.name for field in fields(kind)} - others.keys()
-    return kind(**{name: getattr(options, name) for name in names}, **others)
+def bench_parser() -> argparse.ArgumentParser:
+    """What the command takes."""
+    parser = CommandParser(
+        prog="bytesched bench",
+        description="Measure data-parallel systems in turn on the same work.\n"
+        "Says first how long that will take. When it is stopped (ctrl-C, SIGTERM) it prints the\n"
+        "table of what was measured until then.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    for each in fields(Specification):
+        if how := {
+            name: value for name, value in each.metadata.items() if value or name == "default"
+        }:
+            flag = f"--{each.name.replace('_', '-')}"
+            parser.add_argument(flag, **{"default": each.default, **how})
+    return parser
 
 
-def specification(options: Namespace, view: RankView) -> Specification:
+def as_given(options: argparse.Namespace, **others: Any) -> Specification:
+    """The options of the command, and these in place of what was given."""
+    own = {
+        "batch": options.batch[-1],
+        "compare": tuple(options.compare),
+        "controller": options.controller or "gloo",
+    }
+    return Specification(**{**vars(options), **own, **others})
+
+
+def specification(options: argparse.Namespace, view: RankView) -> Specification:
     """What the options ask for. Raises `ConfigError` for what cannot be run."""
     _check_launch(options, view)
     check_outputs(options)
@@ -99,9 +255,8 @@ def specification(options: Namespace, view: RankView) -> Specification:
             "measured with one"
         )
     has_experts = profile is not None and profile.exchanged_bytes > 0
-    systems = parse_systems(
-        options.systems or ",".join(EXCHANGE_SYSTEMS if has_experts else SYSTEMS)
-    )
+    usual = ("bytesched",) if options.share else EXCHANGE_SYSTEMS if has_experts else SYSTEMS
+    systems = parse_systems(options.systems or ",".join(usual))
     check_systems(
         systems,
         launcher=view.launcher,
@@ -111,34 +266,31 @@ def specification(options: Namespace, view: RankView) -> Specification:
     )
     if has_experts:
         refuse(options, "a profile with layers of experts", "clip", "record")
-    through_servers = systems[0].kind in KVSTORE_SYSTEMS
-    servers = 1 if options.servers is None else options.servers
-    if through_servers:
+    servers = None
+    if systems[0].kind in KVSTORE_SYSTEMS:
         refuse(options, ", ".join(KVSTORE_SYSTEMS), "clip")
-    spec = with_options(
-        Specification,
+        servers = 1 if options.servers is None else options.servers
+    spec = as_given(
         options,
         systems=systems,
         model=model,
-        profile=profile,
-        batch=options.batch[-1],
-        controller=options.controller or "gloo",
-        servers=servers if through_servers else None,
-        record=tuple(options.batch) if options.record else (),
+        profiles=(profile,) if profile else (),
+        servers=servers,
+        recorded=tuple(options.batch) if options.record else (),
     )
     if spec.ranks_per_host > 1 and spec.is_any_of(HOROVOD_SYSTEMS + KVSTORE_SYSTEMS):
         raise ConfigError("--ranks-per-host is for systems over torch.distributed")
     return spec
 
 
-def refuse(options: Namespace, what: str, *names: str) -> None:
+def refuse(options: object, what: str, *names: str) -> None:
     """Raises `ConfigError` if one of these options is given, which are not for ``what``."""
     for name in names:
-        if getattr(options, name) not in (None, False, 0):
+        if getattr(options, name):
             raise ConfigError(f"--{name.replace('_', '-')} is not for {what}")
 
 
-def check_outputs(options: Namespace) -> None:
+def check_outputs(options: argparse.Namespace) -> None:
     """Raises `ConfigError` for what could not be measured, drawn or written."""
     if importlib.util.find_spec("torch") is None:
         raise ConfigError("bench needs torch: pip install 'bytesched[torch]'")
@@ -150,9 +302,9 @@ def check_outputs(options: Namespace) -> None:
             raise ConfigError(f"--{name} {path}: there is no such folder")
 
 
-def _check_launch(options: Namespace, view: RankView) -> None:
+def _check_launch(options: argparse.Namespace, view: RankView) -> None:
     for one, other in (("model", "emulate"), ("lab", "workers"), ("comm_ratio", "compute_scale")):
-        if getattr(options, one) and getattr(options, other) not in (None, 1.0):
+        if getattr(options, one) and getattr(options, other) not in (None, "", 1.0):
             flags = f"--{one} and --{other}".replace("_", "-")
             raise ConfigError(f"{flags} exclude each other")
     if view.launcher != "none":

@@ -10,7 +10,7 @@ from importlib.metadata import version
 from typing import Any
 
 from bytesched.errors import ConfigError
-from bytesched.lab.mpi import find_mpirun
+from bytesched.lab.ranks import find_mpirun
 from bytesched.values import nearest, one_of, parse_flag, shown, whole_number
 
 SYSTEMS = ("ddp", "ddp-best", "fsdp2", "bytesched")

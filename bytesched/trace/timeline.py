@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import socket
 import time
 from collections import deque
+from collections.abc import Iterable
 from pathlib import Path
 from threading import Lock
 from typing import Any, NamedTuple, Protocol
 
 from bytesched.config import Config
 from bytesched.errors import ConfigError
+from bytesched.files import replacing
 from bytesched.observe import Observer, Observers
-from bytesched.trace.file import TraceFile, event_line
-from bytesched.trace.reading import ANCHOR
+from bytesched.trace.reading import ANCHOR, Event
 
 log = logging.getLogger("bytesched")
 
@@ -26,6 +28,7 @@ LANES_PER_TRACK = 1000
 TIDS_PER_RANK = 100 * LANES_PER_TRACK
 #: The first record, which tells our files from others, ends before.
 HEAD_BYTES = 4096
+_TAIL = b"\n]\n"
 
 
 class _Clocked(Protocol):
@@ -46,6 +49,74 @@ def observers_here(rank: int, config: Config, *, clock_offset_ns: int = 0) -> Ob
     if not config.timeline:
         return Observers()
     return Observers([Timeline(config.timeline, rank=rank, clock_offset_ns=clock_offset_ns)])
+
+
+class TraceFile:
+    """A JSON array of events on disk, to which records are added by one write each time.
+
+    A write goes over the closing bracket and ends in a new one, so what a kill leaves is whole,
+    or breaks off within the last write. One thread at a time.
+    """
+
+    def __init__(self, path: Path, first: str, *, max_bytes: int) -> None:
+        """Replace ``path`` by an array of the records ``first``; raise ``OSError`` if denied."""
+        self.path = path
+        #: some records found no room within ``max_bytes``
+        self.is_full = False
+        self._max_bytes = max_bytes
+        head = b"[\n" + first.encode("ascii")
+        self._used_bytes = len(head)
+        with replacing(path) as file:
+            file.write(head + _TAIL)
+            self._file = os.fdopen(os.dup(file.fileno()), "r+b")
+
+    def append(self, records: Iterable[str]) -> None:
+        """Write records, each one JSON value in ASCII, by one write."""
+        batch = bytearray()
+        for record in records:
+            entry = b",\n" + record.encode("ascii")
+            if self._used_bytes + len(batch) + len(entry) + len(_TAIL) > self._max_bytes:
+                self.is_full = True
+                break
+            batch += entry
+        if not batch:
+            return
+        view, at = memoryview(batch + _TAIL), self._used_bytes
+        self._used_bytes += len(batch)
+        while view:
+            written = os.pwrite(self._file.fileno(), view, at)
+            at += written
+            view = view[written:]
+
+    def close(self) -> None:
+        """Let go of the file. Idempotent."""
+        self._file.close()
+
+
+_encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
+
+
+def event_line(
+    phase: str,
+    pid: int,
+    tid: int,
+    name: str,
+    at_ns: int | None = None,
+    *,
+    args: dict[str, Any] | None = None,
+    **fields: object,
+) -> str:
+    """Return an event as JSON in ASCII; arguments that JSON does not know are written as text."""
+    event: Event = {"ph": phase, "name": name, "pid": pid, "tid": tid, **fields}
+    if at_ns is not None:
+        event["ts"] = at_ns / 1000
+    if args is not None:
+        event["args"] = args
+    try:
+        return _encode(event)
+    except (TypeError, ValueError):
+        event["args"] = {str(key): str(value) for key, value in (args or {}).items()}
+        return _encode(event)
 
 
 class _Span(NamedTuple):

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.utils import clip_grad_norm_
 
-from bytesched.bench.gpu_ranks import GpuSpecification, nccl_variables
+from bytesched.bench.gpu_ranks import nccl_variables
+from bytesched.bench.specification import Specification
 from bytesched.bench.systems import System
 from bytesched.environment import set_variables
 from bytesched.errors import PluginError
@@ -27,8 +28,7 @@ from bytesched.lab.ranks import Place
 from bytesched.observe import Observer
 
 from ..registry import session_of
-from .block import SEED
-from .machine import peak_bytes, reset_peak
+from .block import SEED, peak_bytes, reset_peak
 from .rank import Ranks, run_rank
 from .systems.data_parallel import Running, make_optimizer, set_up
 from .workloads.gpu import gpu_workload
@@ -45,7 +45,7 @@ _COMPARED: Final = 4
 class GpuBench:
     """Measures bounds and systems in turn, on every rank the same."""
 
-    def __init__(self, spec: GpuSpecification) -> None:
+    def __init__(self, spec: Specification) -> None:
         self._spec = spec
         self._on_gpu = spec.device == "cuda"
         self._device = torch.device("cuda", 0) if self._on_gpu else torch.device("cpu")
@@ -251,7 +251,7 @@ class GpuBench:
         return took_ms
 
 
-def _prepare(spec: GpuSpecification, place: Place) -> str:
+def _prepare(spec: Specification, place: Place) -> str:
     # Before the driver is asked for anything, and NCCL for a group.
     set_variables({**spec.variables, **nccl_variables(place.rank)})
     if spec.device == "cpu":
@@ -295,4 +295,4 @@ def traced(seen: Spans, passes: Sequence[tuple[str, int]]) -> dict[str, list[Any
 
 
 if __name__ == "__main__":
-    run_rank(GpuSpecification, lambda spec, _: GpuBench(spec).run(), _prepare)
+    run_rank(Specification, lambda spec, _: GpuBench(spec).run(), _prepare)

@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from bytesched.bench.sharing import CROSSOVER, DDP, SIDE_BY_SIDE, ShareSpecification, common_rates
+from bytesched.bench.sharing import CROSSOVER, DDP, SIDE_BY_SIDE, common_rates
+from bytesched.bench.specification import Specification
 from bytesched.environment import set_variables
 from bytesched.lab.ranks import Place
 from bytesched.link.bound import gradients, optimum_s, split_optimum_s
@@ -33,7 +34,7 @@ _PROBES: Final = 5
 class SharingBench:
     """Runs all jobs in each of the ways, on every rank the same."""
 
-    def __init__(self, spec: ShareSpecification, place: Place) -> None:
+    def __init__(self, spec: Specification, place: Place) -> None:
         self._spec = spec
         jobs = len(spec.profiles)
         self._ranks = Ranks()
@@ -122,7 +123,7 @@ class SharingBench:
         if arm == DDP:
             return Running(wrapped, optimizer)
         share = {"share": self._turns} if arm == CROSSOVER else {}
-        [options] = [system.options for system in self._spec.systems] or [{}]
+        [options] = [system.options for system in self._spec.systems]
         return scheduled(optimizer, wrapped, options | share)
 
     def _measured_rate(self) -> float:
@@ -145,4 +146,4 @@ def _rates(found: dict[int, dict[str, Any]]) -> list[float]:
 
 
 if __name__ == "__main__":
-    run_rank(ShareSpecification, lambda spec, place: SharingBench(spec, place).run())
+    run_rank(Specification, lambda spec, place: SharingBench(spec, place).run())

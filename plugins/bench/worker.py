@@ -27,9 +27,8 @@ from bytesched.link.bound import (
     split_optimum_s,
 )
 
-from .block import SEED, train
+from .block import SEED, core_times, reset_peak, stolen_share, train
 from .link import Link
-from .machine import core_times, reset_peak, stolen_share
 from .rank import Ranks, run_rank
 from .systems.data_parallel import make_optimizer, set_up, set_up_experts
 from .systems.processes import run_block
@@ -104,7 +103,7 @@ class Bench:
             say("the link does not keep a rate: compute will be off what --comm-ratio asks for")
         if spec.profile:
             how = self.link.bytes_per_s, spec.comm_ratio, spec.compute_scale
-            self.spec = replace(spec, profile=spec.profile.paced(*how))
+            self.spec = replace(spec, profiles=(spec.profile.paced(*how),))
         model = self.describe()
         systems: dict[str, dict[str, Any]] = {s.label: {"rounds": []} for s in self.systems}
         for turn in range(spec.rounds):
@@ -209,8 +208,8 @@ class Bench:
             "model_bytes": sum(p.numel() * p.element_size() for p in parameters),
             "tensors": len(parameters),
         }
-        if self.spec.record:
-            found["profiles"] = [asdict(self.recorded(batch)) for batch in self.spec.record]
+        if self.spec.recorded:
+            found["profiles"] = [asdict(self.recorded(batch)) for batch in self.spec.recorded]
         return found
 
     def recorded(self, batch: int) -> Profile:

@@ -3,29 +3,34 @@
 A small character GPT on two emulated hosts. The link is slow enough that two cores can compute for
 both hosts and send at the same time, as the cores of real hosts can; the batch is chosen such that
 computing and sending take about the same time. Of 1, 2 and 4 MB, buckets of 1 MB are DDP's best
-here. Plain DDP and bytesched train in turns, a few steps each, so that both meet the same moods of
-the machine. Ends with the comparison, a trace and a picture.
+here. Ends with the table of the bench, two traces and a picture.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import statistics
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Final
 
+from bytesched.bench.provenance import command_of
+from bytesched.bench.specification import bench_parser, specification
+from bytesched.commands.bench import measure_systems
+from bytesched.environment import rank_view
 from bytesched.errors import BytesschedError
-from bytesched.lab.ranks import found_by
 from bytesched.report.iteration import draw_iteration
 
-from . import OURS, PLAIN, RUNS, Demo
-
-HOSTS = 2
-RATE = "250mbit"
-WORKER = "bytesched.plugins.demo.rank"
+_RATE: Final = "250mbit"
+_OURS: Final = "bytesched"
+#: what DDP does, on the tracks of a timeline
+_BEFORE: Final = "bytesched:policy=fifo+cross_barrier=0"
+_BENCH: Final = (
+    *("--lab", "2", "--rate", _RATE, "--model", "bytesched.plugins.demo.model:character_gpt"),
+    *("--systems", f"ddp,ddp:bucket_mb=1+bucket_view=1,{_OURS},{_BEFORE}"),
+    *("--rounds", "2", "--warmup", "4"),
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -38,44 +43,42 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("--steps: at least 10")
     print(
         "A character GPT learns the sources of Python's standard library, on two hosts that are\n"
-        f"emulated here if that is allowed, with links of {RATE}/s: so slow that two cores are\n"
+        f"emulated here if that is allowed, with links of {_RATE}/s: so slow that two cores are\n"
         "enough to compute and to send for both.",
         flush=True,
     )
-    demo = Demo(steps=options.steps, folder=str(options.output.resolve()))
+    output: Path = options.output
+    traces = {_BEFORE: output / "before", _OURS: output / "bytesched"}
+    command = [*_BENCH, "--iterations", str(options.steps // 2)]
+    command += ["--json", str(output / "result.json")]
     try:
-        found, network = found_by(demo, WORKER, HOSTS, RATE, threads=1)
+        output.mkdir(parents=True, exist_ok=True)
+        spec = specification(bench_parser().parse_args(command), rank_view())
+        systems = (
+            replace(one, options=one.options | {"timeline": str(traces[one.label].resolve())})
+            if one.label in traces
+            else one
+            for one in spec.systems
+        )
+        spec = replace(spec, systems=tuple(systems))
+        result = measure_systems(spec, rank_view(), command_of(command))
+        assert result is not None
     except (BytesschedError, OSError) as error:
         print(f"demo: {error}", file=sys.stderr)
         return 1
-    return conclude(json.loads(found), network, options.output)
-
-
-def conclude(found: dict[str, Any], network: str, output: Path) -> int:
-    """Print the comparison, draw the picture; 0 if the losses are equal."""
-    losses = {name: run["losses"] for name, run in found.items()}
-    equal = all(each == losses[PLAIN] for each in losses.values())
-    count, last = sum(map(len, losses[OURS])), losses[OURS][0][-1]
-    print(f"\nlosses     {'equal, bit for bit' if equal else 'NOT EQUAL'}: ", end="")
-    print(f"all {count} of both hosts, the last {last:.4f}")
-    times_ms = {name: statistics.median(run["times_ms"]) for name, run in found.items()}
-    for name, each_ms in times_ms.items():
-        compared = "" if name == PLAIN else f"{times_ms[PLAIN] / each_ms:.2f} x as fast as DDP"
-        print(f"{each_ms:8.1f} ms per iteration   {name:<18} {compared}".rstrip())
-    print(f"network    {network}")
-    if network == "loopback":
-        print("           hosts cannot be emulated here, and without a slow link little is gained")
-    before, after = (output / RUNS[name][0] / "rank0.trace.json" for name in (PLAIN, OURS))
-    print(f"trace      {after}  (open it at https://ui.perfetto.dev)")
-    picture = output / "iteration.png"
+    if result["network"] == "loopback":
+        print("\nhosts cannot be emulated here, and without a slow link little is gained")
+    before, after = (folder / "rank0.trace.json" for folder in traces.values())
+    print(f"trace: {after}  (open it at https://ui.perfetto.dev)")
     try:
-        draw_iteration(before, after, picture)
-        print(f"picture    {picture}")
+        picture = output / "iteration.png"
+        draw_iteration(before, after, picture, before_name="the order of DDP, and its barrier")
+        print(f"picture: {picture}")
     except (BytesschedError, OSError, ValueError) as error:
-        print(f"picture    not drawn: {error}")
+        print(f"picture: not drawn: {error}")
     print("\nYour own script, unchanged:")
     print("  torchrun --nproc-per-node 2 -m bytesched run train.py")
-    return 0 if equal else 1
+    return int(any(its["losses"] != "identical" for its in result["systems"].values()))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from training import STEPS, Job, adamw, backward, mlp, script, sgd, train
 
-from bytesched.plugins.bench.machine import reset_peak as resident_bytes
+from bytesched.plugins.bench.block import reset_peak as resident_bytes
 from bytesched.plugins.c10d.shell import take_over
 
 

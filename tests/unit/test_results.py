@@ -9,7 +9,7 @@ from typing import Any
 
 from paths import ROOT
 
-from bytesched.bench.arguments import bench_parser
+from bytesched.bench.specification import bench_parser
 from bytesched.bench.systems import parse_systems
 
 FILES = {path.stem: path for path in sorted((ROOT / "docs" / "results").glob("*.json"))}

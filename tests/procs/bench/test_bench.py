@@ -189,9 +189,11 @@ def test_under_torchrun(tiny: str, tmp_path: Path) -> None:
 def test_the_demo(tmp_path: Path) -> None:
     done = run_module("bytesched.plugins.demo", "--steps", "10", "--output", "out", folder=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "equal, bit for bit: all 20 of both hosts" in done.stdout
-    for system in ("ddp", "bytesched"):
+    result = json.loads((tmp_path / "out" / "result.json").read_text())
+    assert [its["losses"] for its in result["systems"].values()] == ["identical"] * 4
+    # A whole step of the optimizer is none of ours.
+    for system, tracks in (("before", {"forward", "send"}), ("bytesched", {"send", "update"})):
         events = json.loads((tmp_path / "out" / system / "rank0.trace.json").read_text())
-        assert {event["cat"] for event in events if "cat" in event} >= {"forward", "send", "update"}
+        assert {event["cat"] for event in events if "cat" in event} >= tracks
     if importlib.util.find_spec("matplotlib"):
         assert (tmp_path / "out" / "iteration.png").stat().st_size > 10_000

@@ -59,24 +59,6 @@ def test_all_systems_train_the_same_and_time_all_to_alls(tmp_path: Path) -> None
     assert "x idle" in done.stdout
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("--emulate moe --systems ddp-best", "'ddp-best' does not carry all-to-alls"),
-        ("--emulate gpt --systems bytesched-pieces", "'bytesched-pieces' is for layers of experts"),
-        ("--model gpt --systems idle", "'idle' is for layers of experts"),
-        ("--emulate moe --clip 1", "--clip is not for a profile with layers of experts"),
-        ("--emulate moe --systems idle:bucket_mb=1", "idle has no options"),
-    ],
-)
-def test_what_cannot_be_measured_is_refused(
-    arguments: str, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        bench.main(arguments.split())
-    assert message in " ".join(capsys.readouterr().err.split())
-
-
 def test_experts_have_no_gradients_to_send(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

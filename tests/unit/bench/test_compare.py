@@ -213,7 +213,7 @@ def test_what_cannot_be_compared_after_it_was_measured_is_no_regression(
         return measured[0]
 
     monkeypatch.setattr(bench, "setting", lambda *_: a_result()["setting"])
-    monkeypatch.setattr(bench, "_measured", measure)
+    monkeypatch.setattr(bench, "measure_systems", measure)
     with pytest.raises(SystemExit) as exit_info:
         bench.main(["--compare", str(files[0]), "--systems", systems])
     assert exit_info.value.code == 2

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from bytesched.bench.arguments import bench_parser
-from bytesched.bench.specification import Specification, specification
+from bytesched.bench.specification import Specification, bench_parser, specification
 from bytesched.bench.systems import SYSTEMS
 from bytesched.environment import RankView
 from bytesched.plugins.bench.worker import estimate, first_round

@@ -11,9 +11,7 @@ import pytest
 from fake_mps import FAILS, STUBBORN, FakeMps
 
 from bytesched.bench import gpu_ranks
-from bytesched.bench.gpu_ranks import mps, nccl_variables
-from bytesched.bench.gpu_table import agreement, interval, report
-from bytesched.commands import bench
+from bytesched.bench.gpu_ranks import agreement, interval, mps, nccl_variables, report
 from bytesched.plugins.bench.gpu_worker import Spans, traced
 
 
@@ -76,44 +74,6 @@ def test_ranks_take_turns_where_mps_does_not_start(
     monkeypatch.setattr(gpu_ranks, "_FOLDERS", "")
     with mps() as (variables, sharing):
         assert (variables, sharing) == ({}, "in turns: there is no nvidia-cuda-mps-control")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("--gpu-ranks 1", "from 2 to 16"),
-        ("--gpu-ranks 2 --lab 2", "--lab is not for --gpu-ranks"),
-        ("--gpu-ranks 2 --share", "--share is not for --gpu-ranks"),
-        ("--gpu-ranks 2 --comm-ratio 1", "--comm-ratio is not for"),
-        ("--gpu-ranks 2 --model vgg", "known: gpt, conv, small"),
-        ("--gpu-ranks 2 --batch 4,8", "one size"),
-        ("--gpu-ranks 2 --warmup 1", "--warmup: 1: expected from 2"),
-        ("--gpu-ranks 2 --clip -1", "--clip: -1: expected from 0"),
-        ("--gpu-ranks 2 --systems zero1", "'zero1'"),
-        ("--gpu-ranks 2 --systems ddp:bucket=1", "did you mean bucket_mb?"),
-        ("--gpu-ranks 2 --optimizer sgd", "fsdp2 has no fused one"),
-        ("--gpu-ranks 2 --json nowhere/there.json", "no such folder"),
-        ("--device cpu", "are for --gpu-ranks"),
-        ("--trace", "are for --gpu-ranks"),
-    ],
-)
-def test_wrong_arguments_are_refused(
-    arguments: str, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as exit_info:
-        bench.main(arguments.split())
-    assert exit_info.value.code == 2
-    assert message in capsys.readouterr().err
-
-
-def test_a_launcher_is_refused(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(SystemExit):
-        bench.main(["--gpu-ranks", "2"])
-    assert "leave the launcher out" in capsys.readouterr().err
 
 
 def test_an_interval_holds_the_ratio() -> None:

@@ -11,42 +11,19 @@ from bench_results import bench_result
 from bytesched.bench.table import add_figures, opponents, table
 from bytesched.commands import bench as bench
 from bytesched.errors import ConfigError
-from bytesched.lab import mpi as lab_mpi
+from bytesched.lab import ranks as lab_ranks
 
 needs_horovod = pytest.mark.needs("horovod")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("--systems ddp --controller mpi", "--controller is for horovod"),
-        ("--systems horovod-best:cache=0", "'cache'; known: fusion_mb, cycle_ms"),
-        ("--systems horovot", "did you mean horovod"),
-        ("--systems horovod --controller ucx", "invalid choice"),
-    ],
-)
-def test_wrong_arguments_are_refused(
-    arguments: str, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        bench.main(arguments.split())
-    assert message in capsys.readouterr().err
-
-
 @needs_horovod
-def test_mpi_starts_ranks_itself_and_needs_its_mpirun(
+def test_mpi_needs_its_mpirun(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = ["--systems", "horovod", "--controller", "mpi"]
-    monkeypatch.setattr("bytesched.lab.mpi.shutil.which", lambda *_, **__: None)
+    monkeypatch.setattr("bytesched.lab.ranks.shutil.which", lambda *_, **__: None)
     with pytest.raises(SystemExit):
-        bench.main(arguments)
+        bench.main(["--systems", "horovod", "--controller", "mpi"])
     assert "needs mpirun" in capsys.readouterr().err
-    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(SystemExit):
-        bench.main(arguments)
-    assert "run it alone, with --lab or --workers" in capsys.readouterr().err
 
 
 def test_without_horovod_it_says_what_to_install(
@@ -66,9 +43,9 @@ def test_another_mpi_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     other = tmp_path / "mpirun"
     other.write_text("#!/bin/sh\necho Intel MPI\n")
     other.chmod(0o755)
-    monkeypatch.setattr("bytesched.lab.mpi.shutil.which", lambda *_, **__: str(other))
+    monkeypatch.setattr("bytesched.lab.ranks.shutil.which", lambda *_, **__: str(other))
     with pytest.raises(ConfigError, match="is not Open MPI"):
-        lab_mpi.find_mpirun()
+        lab_ranks.find_mpirun()
 
 
 @needs_horovod

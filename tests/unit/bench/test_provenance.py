@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from bytesched.bench import provenance as origin
-from bytesched.bench.arguments import bench_parser, same_again
+from bytesched.bench.compare import same_again
 from bytesched.bench.provenance import difference, setting
-from bytesched.bench.specification import specification
+from bytesched.bench.specification import bench_parser, specification
 from bytesched.environment import RankView
 
 ALONE = RankView("none", 0, -1, 1)
@@ -76,7 +76,7 @@ def test_it_says_when_with_what_and_where(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 def setting_of(command: str) -> dict[str, Any]:
     options: Namespace = bench_parser().parse_args(command.split())
-    return setting(options, specification(options, ALONE), ALONE)
+    return setting(specification(options, ALONE), ALONE)
 
 
 @pytest.mark.parametrize(

