@@ -17,7 +17,7 @@ import torch
 from bytesched.environment import horovod_cache_capacity
 from bytesched.errors import TransportError
 
-from ..dropped import end_soon
+from ..ending import end_soon
 from ..planned.clocks import PROBE
 from ..planned.source import Source
 from ..planned.wire import HOST
