@@ -1,9 +1,12 @@
-"""What carries gradients over torch.distributed: two levels, and first values."""
+"""What carries gradients over torch.distributed: groups of our own, in two levels; first values."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -11,44 +14,99 @@ from torch import nn
 
 from bytesched.config import Config
 from bytesched.grid import why_not
+from bytesched.observe import Observers
 
+from ..planned.bundles import Slot
+from ..planned.terms import Terms, setting_of
+from ..planned.wire import GroupWire
 from ..routes.groups.group import Group
-from ..routes.groups.opening import open_part
+from ..routes.groups.opening import kind_of, open_part
 from ..routes.levels.choosing import open_levels
 from ..routes.levels.sums import TwoLevelSums
-from .joining import Joining
+from .entry import Entry
+from .joining import Joining, joining
 
-__all__ = ["broadcast", "levels_of"]
+__all__ = ["BUCKET_BYTES", "Carriers", "broadcast", "carriers"]
 
 log = logging.getLogger("bytesched")
 
+#: of buckets and of chunks, by the kind of the carrier, where script and settings say nothing
+BUCKET_BYTES: Final = {"gloo": 1 << 20, "nccl": 16 << 20}
 
-def levels_of(
-    base: dist.ProcessGroup,
-    ranks: Joining,
-    data: Group,
-    device: torch.device,
-    name: str,
-    config: Config,
-) -> TwoLevelSums | None:
-    """Sums in two levels for the session ``name``, where they can be, and are faster or asked for.
+
+@dataclass(frozen=True, eq=False)
+class Carriers:
+    """The groups of one session. All calls are collective."""
+
+    base: dist.ProcessGroup
+    name: str
+    device: torch.device
+    config: Config
+    #: where others are opened
+    ranks: Joining
+    #: what sums travel on, and what it is: "gloo" or "nccl"
+    data: Group
+    kind: str
+    #: of Gloo, what numbers of the host travel on; the same, if that is of Gloo
+    control: Group
+    #: of what fails once the ranks have joined, there is a trace
+    observers: Observers
+
+    def open_part(self, members: Sequence[int], purpose: str, kind: str = "gloo") -> Group:
+        """A group of some ranks."""
+        name = f"{self.name}/{purpose}"
+        part = open_part(self.base, members, kind, name=name, timeout_s=self.config.timeout_s)
+        return self.ranks.adopt(part)
+
+    def wire(self, *others: Group | None, has_parts: bool = False) -> GroupWire:
+        """Sums over all ranks, in two levels where that can be, and is faster or asked for.
+
+        Args:
+            others: what is closed with it.
+            has_parts: some gradients are summed over some ranks: then it is one level.
+        """
+        levels = None if has_parts else self._levels()
+        opened = [group for group in others if group is not None]
+        return GroupWire(self.data, self.control, opened, self.device, levels)
+
+    def _levels(self) -> TwoLevelSums | None:
+        if self.device.type != "cpu" or self.data.backend.name() != "gloo":
+            return None
+        if why_not(self.config.cell._replace(levels="two levels")):
+            return None
+        return open_levels(
+            self.config.hierarchy,
+            self.data,
+            lambda purpose, members: self.open_part(members, purpose),
+        )
+
+    def terms(
+        self, slots: Sequence[Slot], wire: GroupWire, *, partition_bytes: int = 0, **more: Any
+    ) -> Terms:
+        """What a session over ``wire`` begins with.
+
+        Args:
+            partition_bytes: where settings say nothing; 0: as usual on this carrier.
+        """
+        setting = setting_of(self.config, partition_bytes or BUCKET_BYTES[self.kind])
+        return Terms(slots, self.config, wire, self.observers, setting, carrier=self.kind, **more)
+
+
+@contextmanager
+def carriers(entry: Entry, device: torch.device, config: Config) -> Iterator[Carriers]:
+    """Opens those of a session; an error inside closes them, with a note for the other ranks.
 
     Collective.
 
     Args:
-        data: what sums travel on otherwise.
         device: where gradients are.
     """
-    if device.type != "cpu" or data.backend.name() != "gloo":
-        return None
-    if why_not(config.cell._replace(levels="two levels")):
-        return None
-
-    def opened(purpose: str, members: Sequence[int]) -> Group:
-        part = open_part(base, members, name=f"{name}/{purpose}", timeout_s=config.timeout_s)
-        return ranks.adopt(part)
-
-    return open_levels(config.hierarchy, data, opened)
+    base, name = entry.base, f"session{entry.number}"
+    kind = kind_of(base, device)
+    with joining(base, name, config) as ranks:
+        data = ranks.open("data", kind)
+        control = data if kind == "gloo" else ranks.open("control")
+        yield Carriers(base, name, device, config, ranks, data, kind, control, ranks.observers())
 
 
 def broadcast(group: Group, module: nn.Module, *, left_out: Container[int] = ()) -> None:

@@ -6,7 +6,7 @@ everyone sees wait for their sums (proxies.pending_grads).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from enum import Enum
 from typing import Any, ClassVar, Protocol
 
@@ -140,7 +140,3 @@ class Source:
     def _land(self, buckets: Sequence[Bucket], why: str = "") -> None:
         for bucket in buckets:
             self._listener.land(bucket, why)
-
-
-#: of who listens, and the divisor of what is handed out
-MakeSource = Callable[[Listener, int], Source]

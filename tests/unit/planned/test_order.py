@@ -385,7 +385,7 @@ def made_plain(member: Member) -> bool:
 
 
 def not_landed(of_session: Any) -> None:
-    of_session.source.backward_begins([slot.parameter for slot in of_session._slots])
+    of_session.source.backward_begins([slot.parameter for slot in of_session.slots])
 
 
 def handed_back_without_its_sum(bucket: Bucket) -> None:
