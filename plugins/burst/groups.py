@@ -16,8 +16,7 @@ from bytesched.config import Config
 from bytesched.errors import PluginError, TransportError
 from bytesched.observe import Observer, Observers
 
-from ..c10d.carrying import BUCKET_BYTES
-from ..c10d.joining import Joining
+from ..c10d.joining import BUCKET_BYTES, Joining
 from ..planned.beginning import add_optimizer, why_whole
 from ..planned.bundles import Slot
 from ..planned.hooked_session import HookedSession

@@ -16,9 +16,9 @@ from ..moments.slots import MomentSlot
 from ..planned.beginning import slots_of
 from ..warmup.agree import statements
 from .buffers import broadcasts_buffers
-from .carrying import broadcast, carriers
 from .entry import Entry
 from .hooked import refuse_part_of_ddp
+from .joining import broadcast, carriers
 from .shell import ignored_by, keep_as_shell
 
 __all__ = ["attach_folded"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import nn
@@ -20,11 +21,11 @@ from bytesched.errors import PluginError
 from ..planned.beginning import slots_of
 from ..planned.bundles import Slot
 from ..planned.hooked_session import HookedSession
+from ..planned.reducer import is_joining
 from ..planned.wire import GroupWire, LoneWire, Summing
 from ..routes.groups.group import Group
 from ..warmup.agree import statements
 from .buffers import broadcasts_buffers
-from .carrying import broadcast, carriers
 from .entry import Entry
 from .grouping import (
     Grouping,
@@ -34,9 +35,9 @@ from .grouping import (
     refuse_reduced,
 )
 from .grouping import statements as group_statements
+from .joining import broadcast, carriers
 from .planning import refuse_halves
 from .shell import ignored_by, keep_as_shell
-from .syncing import Syncing
 
 __all__ = ["attach_hooked", "refuse_part_of_ddp"]
 
@@ -100,7 +101,7 @@ def attach_hooked(
         session = HookedSession(
             model,
             opened.terms(slots, wire),
-            sync=syncs_always if weak_ddp is None else Syncing(model, weak_ddp),
+            sync=(lambda: True) if weak_ddp is None else partial(_is_synced, weak_ddp),
             find_unused=find_unused,
             is_static=is_static,
             partitions=partitions,
@@ -145,6 +146,15 @@ def _is_reduced_by_ddp(model: nn.Module) -> bool:
     )
 
 
-def syncs_always() -> bool:
-    """Every backward pass is reduced."""
-    return True
+def _is_synced(weak_ddp: weakref.ref[DistributedDataParallel]) -> bool:
+    """Whether gradients of the backward pass are reduced whose forward pass begins."""
+    ddp = weak_ddp()
+    if ddp is None:
+        return True
+    if is_joining(ddp):
+        raise PluginError(
+            "DistributedDataParallel.join() shadows DDP's own all-reduces, but not those of "
+            "bytesched: pad the shorter ranks' data, or unwrap the optimizer first"
+        )
+    # Scripts also set it without no_sync().
+    return bool(ddp.require_backward_grad_sync)

@@ -23,8 +23,8 @@ from ..routes.groups.opening import kind_of
 from ..warmup.agree import statements
 from ..zero1.updates import sharding
 from .buffers import BufferBroadcast
-from .carrying import BUCKET_BYTES, carriers
 from .entry import Entry
+from .joining import BUCKET_BYTES, carriers
 from .shell import finalize_outstanding, finalizes_by_hand
 
 __all__ = ["attach_planned", "is_complex", "refuse_halves", "why_not_sharded"]

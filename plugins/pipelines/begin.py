@@ -15,9 +15,9 @@ from bytesched.config import Config
 from bytesched.errors import PluginError, in_one_line
 from bytesched.log import show
 
-from ..c10d.carrying import broadcast, carriers
 from ..c10d.ddp import why_kept, why_sparse
 from ..c10d.entry import Entry
+from ..c10d.joining import broadcast, carriers
 from ..c10d.planning import refuse_halves
 from ..planned.beginning import add_optimizer, slots_of, stays_plain, why_whole
 from ..planned.bundles import Slot

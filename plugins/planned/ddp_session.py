@@ -18,11 +18,12 @@ from bytesched.tunable import Setting
 
 from ..proxies.passes import IN_A_CONTEXT, are_in_a_context
 from ..stages import refuse_stage
-from .attachment import Attachment, Give
 from .cutting import Cutter, cut_whole
 from .guard import Guard, collectives_of
 from .planning import PLANNED_AGAIN_IN
 from .reducer import (
+    Attachment,
+    Give,
     check_finalized,
     is_joining,
     is_manual,
@@ -126,7 +127,7 @@ class DdpSession(PlannedSession):
     # -- forward -----------------------------------------------------------------------
 
     def forward_begins(self, module: nn.Module) -> None:
-        """See `Forward`."""
+        """See `PlannedSession`."""
         if self._is_off and not self._comes_back():
             return
         self._check_forward()

@@ -25,9 +25,8 @@ from .buckets import Bucket
 from .bundles import Slot
 from .cutting import cut_whole
 from .entries import Entry, Filling, grouped
-from .partition import Partition
 from .source import Listener, Phase, Source
-from .wire import Wire
+from .wire import Partition, Wire
 
 __all__ = ["HookSource"]
 
@@ -229,7 +228,7 @@ class HookSource(Source):
         filling.missing -= 1
         if self._wire.has_streams:
             filling.streams = {*filling.streams, torch.cuda.current_stream()}
-        if not filling.missing and not self.is_early:
+        if not filling.missing and self.rounds >= self.early_rounds:
             # In the first round hooks of the script may still follow ours, and change gradients.
             self._hand_over()
 

@@ -16,10 +16,10 @@ from bytesched.tunable import Setting
 from ..proxies.passes import IN_A_CONTEXT, are_in_a_context
 from ..stages import refuse_stage
 from .hook_source import HookSource
-from .partition import Partition
 from .session import PlannedSession
 from .source import Phase
 from .terms import Terms
+from .wire import Partition
 
 __all__ = ["HookedSession"]
 
@@ -83,7 +83,7 @@ class HookedSession(PlannedSession):
     # -- forward and backward ----------------------------------------------------------
 
     def forward_begins(self, module: nn.Module) -> None:
-        """See `Forward`."""
+        """See `PlannedSession`."""
         if self._is_off:
             return
         self._check_forward()

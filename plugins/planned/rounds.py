@@ -128,10 +128,8 @@ class Rounds(ABC):
             self._turns.backward_begins()
         # A rank that has joined, and begins no backward pass, has not waited for it.
         self._listen()
-        if not self.source.is_early:
-            nbytes = sum(bucket.buffer.nbytes for bucket in self.source.buckets)
-            if self._splitting.round_begins(nbytes):
-                self._split()
+        if not self.source.is_early and self._splitting.round_begins(self.source.buckets):
+            self._split()
         self.sending.round_begins()
         if self.owners is not None:
             self.owners.round_begins()
@@ -207,7 +205,8 @@ class Rounds(ABC):
 
     def ready(self, chunks: Sequence[Chunk], *, is_last: bool) -> None:
         """See `Listener`."""
-        self._failures.check()
+        if self._failures.error is not None:
+            self._failures.check()
         try:
             if self.owners is not None and not self.source.is_early:
                 self.sending.hand_to_owners(chunks[0].bucket)

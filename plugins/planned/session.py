@@ -25,8 +25,8 @@ from ..update.stepping import Stepping
 from .gates import Gates
 from .planning import PLANNED_AGAIN_IN
 from .rounds import Rounds
+from .sending import refuse_capture
 from .source import Phase
-from .streams import refuse_capture
 from .terms import Terms
 from .tuned import Tuned
 
@@ -62,7 +62,15 @@ class PlannedSession(Rounds):
         self._parameters = [slot.parameter for slot in self.slots]
         self._names = {id(slot.parameter): slot.name for slot in self.slots}
         self._stepping = Stepping(self, self._meter, takes_gradients=self._updates.takes_gradients)
-        self._gates = Gates(root, self.slots, self._updates, self, self.observers)
+        self._gates = Gates(
+            root,
+            self.slots,
+            self._updates,
+            self.observers,
+            begins=self.forward_begins,
+            ends=self.forward_ends,
+            compiled=self._inside_compiled,
+        )
         #: buckets that were handed out before the current backward pass
         self._handed_out = 0
         #: an exception has ended a backward pass in the middle of a round
@@ -129,7 +137,7 @@ class PlannedSession(Rounds):
 
     @abstractmethod
     def forward_begins(self, module: nn.Module) -> None:
-        """See `Forward`."""
+        """The root is about to be called, and may be trained on."""
 
     def _check_forward(self) -> None:
         """Raises the first error, or why a forward pass cannot begin."""
@@ -138,11 +146,10 @@ class PlannedSession(Rounds):
             refuse_capture()
 
     def forward_ends(self) -> None:
-        """See `Forward`."""
+        """It has returned or raised."""
         self._meter.forward_ends()
 
-    def inside_compiled(self) -> None:
-        """See `Forward`."""
+    def _inside_compiled(self) -> None:
         if self._stepping.crosses:
             self._stepping.stop_crossing()
             log.warning(

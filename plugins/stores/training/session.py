@@ -153,7 +153,7 @@ class UpdatedSession(StoreSession):
     # -- forward and backward ----------------------------------------------------------
 
     def forward_ends(self) -> None:
-        """See `Forward`; the first one shows the order of chunks, collective then."""
+        """See `PlannedSession`; the first one shows the order of chunks, collective then."""
         super().forward_ends()
         if self._is_open or self._is_off:
             return

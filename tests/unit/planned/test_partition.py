@@ -14,8 +14,7 @@ from bytesched.plugins.dependency.failures import Failures
 from bytesched.plugins.planned.buckets import Bucket, Chunk
 from bytesched.plugins.planned.bundles import Slot
 from bytesched.plugins.planned.hook_source import HookSource
-from bytesched.plugins.planned.partition import Partition
-from bytesched.plugins.planned.wire import LoneWire
+from bytesched.plugins.planned.wire import LoneWire, Partition
 
 #: of two groups of two ranks this is in the second one; of four of one, in the last
 PAIRS = Partition((1, 3), 1, 2, FakeWire())
