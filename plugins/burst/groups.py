@@ -16,11 +16,11 @@ from bytesched.config import Config
 from bytesched.errors import PluginError, TransportError
 from bytesched.observe import Observer, Observers
 
-from ..c10d.hooked import setting_of
-from ..c10d.joining import Joining
+from ..c10d.joining import BUCKET_BYTES, Joining
 from ..planned.beginning import add_optimizer, why_whole
 from ..planned.bundles import Slot
 from ..planned.hooked_session import HookedSession
+from ..planned.terms import Terms, setting_of
 from ..planned.wire import GroupWire
 from ..routes.groups.group import Group
 from ..routes.groups.opening import open_gloo
@@ -132,12 +132,13 @@ def open_session(
         ranks.agree(statements(slots, optimizer, config))
         session = HookedSession(
             root,
-            slots,
-            config,
-            GroupWire(data, data, [], slots[0].parameter.device),
-            observers,
-            setting=setting_of(config, "gloo"),
-            divisor=data.size,
+            Terms(
+                slots,
+                config,
+                GroupWire(data, data, [], slots[0].parameter.device),
+                observers,
+                setting_of(config, BUCKET_BYTES["gloo"]),
+            ),
             sync=lambda: True,
             find_unused=False,
         )

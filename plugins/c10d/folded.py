@@ -14,14 +14,11 @@ from ..moments.folding import Accumulation, folding_statements
 from ..moments.session import FoldedSession
 from ..moments.slots import MomentSlot
 from ..planned.beginning import slots_of
-from ..planned.wire import GroupWire
-from ..routes.groups.opening import kind_of
 from ..warmup.agree import statements
 from .buffers import broadcasts_buffers
-from .carrying import broadcast, levels_of
 from .entry import Entry
-from .hooked import refuse_part_of_ddp, setting_of
-from .joining import joining
+from .hooked import refuse_part_of_ddp
+from .joining import broadcast, carriers
 from .shell import ignored_by, keep_as_shell
 
 __all__ = ["attach_folded"]
@@ -48,11 +45,8 @@ def attach_folded(
     """
     if ddp is None:
         refuse_part_of_ddp(model)
-    base = entry.base
     ignored = () if ddp is None else {id(parameter) for parameter in ignored_by(ddp)}
     slots = slots_of(model, optimizer, ignored=ignored, kind=MomentSlot)
-    device = slots[0].parameter.device
-    kind = kind_of(base, device)
     folded = folding_statements(
         accumulation,
         slots,
@@ -61,29 +55,14 @@ def attach_folded(
         has_groups=has_groups,
     )
     entry.agree([*folded, *statements(slots, optimizer, config)], config.timeout_s)
-    name = f"session{entry.number}"
-    with joining(base, name, config) as ranks:
-        data = ranks.open("data", kind)
-        control = data if kind == "gloo" else ranks.open("control")
+    with carriers(entry, slots[0].parameter.device, config) as opened:
         buffers = None
-        # Of what fails from here on, there is a trace.
-        observers = ranks.observers()
         if ddp is None:
-            broadcast(data, model)
-        elif kind in ("gloo", "nccl") and broadcasts_buffers(ddp):
-            buffers = ranks.open("buffers")
-        others = [] if buffers is None else [buffers]
-        levels = levels_of(base, ranks, data, device, name, config)
-        session = FoldedSession(
-            model,
-            slots,
-            config,
-            GroupWire(data, control, others, device, levels),
-            observers,
-            accumulation=accumulation,
-            setting=setting_of(config, kind),
-        )
-    if config.tune and data.rank == 0:
+            broadcast(opened.data, model)
+        elif opened.kind in ("gloo", "nccl") and broadcasts_buffers(ddp):
+            buffers = opened.ranks.open("buffers")
+        session = FoldedSession(model, opened.terms(slots, opened.wire(buffers)), accumulation)
+    if config.tune and opened.data.rank == 0:
         log.warning("tune is on, but sizes stay as they are with accumulate='adama'")
     if ddp is not None:
         keep_as_shell(ddp, session, buffers)

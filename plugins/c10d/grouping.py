@@ -19,8 +19,7 @@ from bytesched.errors import MismatchError, PluginError
 
 from ..layout import digest_of
 from ..planned.bundles import Slot
-from ..planned.partition import Partition
-from ..planned.wire import Summing
+from ..planned.wire import Partition, Summing
 from ..routes.groups.group import Group
 from .shell import ignored_by
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import nn
@@ -16,17 +17,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bytesched.config import Config
 from bytesched.errors import PluginError
-from bytesched.tunable import Setting
 
 from ..planned.beginning import slots_of
 from ..planned.bundles import Slot
 from ..planned.hooked_session import HookedSession
+from ..planned.reducer import is_joining
 from ..planned.wire import GroupWire, LoneWire, Summing
 from ..routes.groups.group import Group
-from ..routes.groups.opening import kind_of, open_group
 from ..warmup.agree import statements
 from .buffers import broadcasts_buffers
-from .carrying import broadcast, levels_of
 from .entry import Entry
 from .grouping import (
     Grouping,
@@ -36,12 +35,11 @@ from .grouping import (
     refuse_reduced,
 )
 from .grouping import statements as group_statements
-from .joining import joining
-from .planning import BUCKET_BYTES, refuse_halves
+from .joining import broadcast, carriers
+from .planning import refuse_halves
 from .shell import ignored_by, keep_as_shell
-from .syncing import Syncing
 
-__all__ = ["attach_hooked", "refuse_part_of_ddp", "setting_of"]
+__all__ = ["attach_hooked", "refuse_part_of_ddp"]
 
 
 def attach_hooked(
@@ -80,47 +78,33 @@ def attach_hooked(
     )
     # A session ends with its model, so it must not keep it alive.
     weak_ddp = None if ddp is None else weakref.ref(ddp)
-    base, name = entry.base, f"session{entry.number}"
-    device = slots[0].parameter.device
-    kind = kind_of(base, device)
-    with joining(base, name, config) as ranks:
-        data = ranks.open("data", kind)
-        control = data if kind == "gloo" else ranks.open("control")
-        buffers = ranks.open("buffers") if ddp is not None and broadcasts_buffers(ddp) else None
+    with carriers(entry, slots[0].parameter.device, config) as opened:
+        has_buffers = ddp is not None and broadcasts_buffers(ddp)
+        buffers = opened.ranks.open("buffers") if has_buffers else None
         parts: list[Group] = []
 
         def wire_of(number: int, place: int, members: Sequence[int]) -> Summing:
             if len(members) == 1:
                 return LoneWire()
-            purpose = f"{name}/part{number}of{place}"
-            part = open_group(base, kind, name=purpose, timeout_s=config.timeout_s, members=members)
-            parts.append(ranks.adopt(part))
-            return GroupWire(part, part, [], device)
+            part = opened.open_part(members, f"part{number}of{place}", opened.kind)
+            parts.append(part)
+            return GroupWire(part, part, [], opened.device)
 
-        partitions = partitions_of(slots, grouping, control, wire_of)
-        # Of what fails from here on, there is a trace.
-        observers = ranks.observers()
+        partitions = partitions_of(slots, grouping, opened.control, wire_of)
         if ddp is None:
-            broadcast(data, model, left_out=grouping.parted)
+            broadcast(opened.data, model, left_out=grouping.parted)
             for part in parts:
                 broadcast(part, model, left_out=grouping.outside(part.members))
         else:
-            refuse_other_values(slots, grouping, control)
-        levels = None if partitions else levels_of(base, ranks, data, device, name, config)
-        others = [*parts, *(() if buffers is None else (buffers,))]
+            refuse_other_values(slots, grouping, opened.control)
+        wire = opened.wire(*parts, buffers, has_parts=bool(partitions))
         session = HookedSession(
             model,
-            slots,
-            config,
-            GroupWire(data, control, others, device, levels),
-            observers,
-            setting=setting_of(config, kind),
-            divisor=data.size,
-            sync=syncs_always if weak_ddp is None else Syncing(model, weak_ddp),
+            opened.terms(slots, wire),
+            sync=(lambda: True) if weak_ddp is None else partial(_is_synced, weak_ddp),
             find_unused=find_unused,
             is_static=is_static,
             partitions=partitions,
-            carrier=kind,
         )
     if ddp is not None:
         keep_as_shell(ddp, session, buffers)
@@ -136,12 +120,6 @@ def _finds_unused(
         # Whether an expert is used depends on the batch, and DDP does not look at it.
         return True
     return None if ddp is None or ddp.static_graph else bool(ddp.find_unused_parameters)
-
-
-def setting_of(config: Config, kind: str) -> Setting:
-    """The sizes of buckets of ours, over a carrier of this ``kind``."""
-    partition_bytes = config.partition_bytes or BUCKET_BYTES[kind]
-    return Setting(partition_bytes, max(config.credit_bytes, 2 * partition_bytes), config.policy)
 
 
 def refuse_part_of_ddp(model: nn.Module) -> None:
@@ -168,6 +146,15 @@ def _is_reduced_by_ddp(model: nn.Module) -> bool:
     )
 
 
-def syncs_always() -> bool:
-    """Every backward pass is reduced."""
-    return True
+def _is_synced(weak_ddp: weakref.ref[DistributedDataParallel]) -> bool:
+    """Whether gradients of the backward pass are reduced whose forward pass begins."""
+    ddp = weak_ddp()
+    if ddp is None:
+        return True
+    if is_joining(ddp):
+        raise PluginError(
+            "DistributedDataParallel.join() shadows DDP's own all-reduces, but not those of "
+            "bytesched: pad the shorter ranks' data, or unwrap the optimizer first"
+        )
+    # Scripts also set it without no_sync().
+    return bool(ddp.require_backward_grad_sync)

@@ -13,26 +13,23 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bytesched.config import Config
 from bytesched.errors import PluginError
-from bytesched.tunable import Setting
 
+from ..planned.beginning import slots_of
 from ..planned.bundles import Slot
 from ..planned.cutting import cut_whole
 from ..planned.ddp_session import DdpSession
 from ..planned.reducer import reduced_by, why_not_renewed
-from ..planned.wire import GroupWire
 from ..routes.groups.opening import kind_of
-from ..warmup.agree import settings
+from ..warmup.agree import statements
 from ..zero1.updates import sharding
 from .buffers import BufferBroadcast
-from .carrying import levels_of
 from .entry import Entry
-from .joining import joining
+from .joining import BUCKET_BYTES, carriers
 from .shell import finalize_outstanding, finalizes_by_hand
 
-__all__ = ["BUCKET_BYTES", "attach_planned", "is_complex", "refuse_halves", "why_not_sharded"]
+__all__ = ["attach_planned", "is_complex", "refuse_halves", "why_not_sharded"]
 
-#: of buckets and of chunks, by the kind of the carrier, where script and settings say nothing
-BUCKET_BYTES: Final = {"gloo": 1 << 20, "nccl": 16 << 20}
+#: of chunks, by the kind of the carrier, where settings say nothing
 _CHUNK_BYTES: Final = {"gloo": 1 << 20}
 
 
@@ -99,58 +96,41 @@ def attach_planned(
     """
     if not _goes_in_halves(ddp, config):
         refuse_halves(entry.base, config)
-    slots = _slots_of(ddp, optimizer)
+    slots = slots_of(ddp, optimizer, kind=Slot, is_whole=True)
     reduced = reduced_by(ddp)
-    device = reduced[0].device
-    base = ddp.process_group
-    kind = kind_of(base, device)
     entry.agree(
         [
-            *(
-                f"{slot.name} {tuple(slot.parameter.shape)} {slot.parameter.dtype}"
-                for slot in slots
-            ),
-            f"optimizer {type(optimizer).__name__}",
-            *settings(config),
+            *statements(slots, optimizer, config),
             f"find_unused_parameters = {ddp.find_unused_parameters}",
             f"static_graph = {ddp.static_graph}",
             f"buckets of {ddp.bucket_bytes_cap} bytes",
         ],
         config.timeout_s,
     )
-    bucket_bytes, chunk_bytes = _sizes(ddp, config, kind)
-    partition_bytes = chunk_bytes or bucket_bytes or ddp.bucket_bytes_cap
-    name = f"session{entry.number}"
-    with joining(base, name, config) as ranks:
-        data = ranks.open("data", kind)
-        control = data if kind == "gloo" else ranks.open("control")
+    with carriers(entry, reduced[0].device, config) as opened:
+        bucket_bytes, chunk_bytes = _sizes(ddp, config, opened.kind)
+        partition_bytes = chunk_bytes or bucket_bytes or ddp.bucket_bytes_cap
         has_buffers = ddp.modules_buffers and _has_own_broadcast(ddp)
-        buffers = ranks.open("buffers") if has_buffers else None
-        statements = ranks.open("statements") if config.shard else None
-        others = [group for group in (buffers, statements) if group is not None]
-        levels = levels_of(base, ranks, data, device, name, config)
-        wire = GroupWire(data, control, others, device, levels)
-        in_halves = statements is None and not config.tune and _goes_in_halves(ddp, config)
+        buffers = opened.ranks.open("buffers") if has_buffers else None
+        owning = opened.ranks.open("statements") if config.shard else None
+        wire = opened.wire(buffers, owning)
+        run_bytes = max(1, 2 * partition_bytes // wire.size)
+        in_halves = owning is None and not config.tune and _goes_in_halves(ddp, config)
         session = DdpSession(
             model,
             ddp,
-            slots,
-            config,
-            wire,
-            ranks.observers(),
+            opened.terms(
+                slots,
+                wire,
+                partition_bytes=partition_bytes,
+                halves_bytes=chunk_bytes // 2 if in_halves else 0,
+                open_updates=None
+                if owning is None
+                else sharding(wire, owning, entry.base, reduced, run_bytes),
+            ),
             cut=partial(cut_whole, chunk_bytes=chunk_bytes),
-            setting=Setting(
-                partition_bytes, max(config.credit_bytes, 2 * partition_bytes), config.policy
-            ),
-            halves_bytes=chunk_bytes // 2 if in_halves else 0,
             bucket_bytes=bucket_bytes,
-            carrier=kind,
             is_finalized_ahead=finalizes_by_hand(ddp) and finalize_outstanding(ddp),
-            open_updates=None
-            if statements is None
-            else sharding(
-                wire, statements, base, reduced, max(1, 2 * partition_bytes // data.size)
-            ),
         )
     with ExitStack() as half_attached:
         half_attached.callback(session.close)
@@ -166,29 +146,6 @@ def _sizes(ddp: DistributedDataParallel, config: Config, kind: str) -> tuple[int
     asked = config.partition_bytes
     bucket_bytes = 0 if why_not_renewed(ddp) else asked or BUCKET_BYTES.get(kind, 0)
     return bucket_bytes, asked or _CHUNK_BYTES.get(kind, 0)
-
-
-def _slots_of(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> list[Slot]:
-    """All parameters of ``ddp``, whether it reduces them or not: who does that, DDP decides.
-
-    Raises `PluginError` for those whose use cannot be waited for.
-    """
-    slots = []
-    for name, parameter in ddp.named_parameters():
-        if type(parameter) is not nn.Parameter:
-            if parameter.requires_grad:
-                raise PluginError(
-                    f"parameter {name!r} is a {type(parameter).__name__}, not a plain Parameter"
-                )
-            continue
-        slots.append(Slot(name, parameter))
-    devices = {slot.parameter.device for slot in slots if slot.parameter.requires_grad}
-    if len(devices) > 1:
-        raise PluginError(f"parameters are on several devices: {sorted(map(str, devices))}")
-    managed = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    if not any(id(slot.parameter) in managed for slot in slots):
-        raise PluginError("the optimizer has no parameter of this model that requires a gradient")
-    return slots
 
 
 def _has_own_broadcast(ddp: DistributedDataParallel) -> bool:

@@ -20,13 +20,13 @@ from bytesched.environment import horovod_autotunes, is_horovod_elastic
 from bytesched.errors import BytesschedError, PluginError, in_one_line
 from bytesched.log import show
 from bytesched.trace.timeline import observers_of
-from bytesched.tunable import Setting
 
 from ..left import name_of_horovods
 from ..planned.beginning import add_optimizer, stays_plain, why_whole
 from ..planned.bundles import Slot
 from ..planned.coding import DTYPES
 from ..planned.hooked_session import HookedSession
+from ..planned.terms import Terms, setting_of
 from ..registry import add, announce
 from ..warmup.agree import statements
 from ..wrapping import check, settings
@@ -169,21 +169,16 @@ def attach(
         device=slots[0].parameter.device,
         dtype=DTYPES.get(config.compression),
     )
-    partition_bytes = config.partition_bytes or _BUCKET_BYTES
-    session = HookedSession(
-        model,
+    terms = Terms(
         slots,
         config,
         wire,
         observers_of(wire, config),
-        setting=Setting(
-            partition_bytes, max(config.credit_bytes, 2 * partition_bytes), config.policy
-        ),
+        setting_of(config, _BUCKET_BYTES),
         divisor=1,
-        sync=None,
-        find_unused=False,
         carrier="horovod",
     )
+    session = HookedSession(model, terms, sync=None, find_unused=False)
     wire.follow(session.source)
     session.on_close(Shell(shell, session, slots, wire, updating_class(optimizer)).take_over())
     session.on_close(watch_endings(session, config.timeout_s, tunes=config.tune))

@@ -6,16 +6,15 @@ Every update is owed, and takes moments as they are summed.
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
+from dataclasses import replace
 from math import sqrt
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
-from bytesched.config import Config
 from bytesched.errors import PluginError
 from bytesched.observe import Observers
-from bytesched.tunable import Setting
 
 from ..dependency.failures import Failures
 from ..figures.meter import Meter
@@ -25,8 +24,8 @@ from ..planned.entries import Entry
 from ..planned.hook_source import HookSource
 from ..planned.hooked_session import HookedSession
 from ..planned.sending import Sending
+from ..planned.terms import Terms
 from ..planned.updates import Updates
-from ..planned.wire import Wire
 from ..update.deferred import Deferred
 from ..update.optimizer_state import GuardedState
 from ..update.surroundings import snapshot, unseen
@@ -168,18 +167,9 @@ class FoldedSession(HookedSession):
 
     source_kind = MomentSource
 
-    def __init__(
-        self,
-        root: nn.Module,
-        slots: Sequence[MomentSlot],
-        config: Config,
-        wire: Wire,
-        observers: Observers,
-        *,
-        accumulation: Accumulation,
-        setting: Setting,
-    ) -> None:
-        self._moments = slots
+    def __init__(self, root: nn.Module, terms: Terms, accumulation: Accumulation) -> None:
+        moments = [slot for slot in terms.slots if isinstance(slot, MomentSlot)]
+        self._moments = moments
         #: those whose gradient is refused, but not while a backward pass runs
         self._withheld: list[MomentSlot] = []
 
@@ -191,23 +181,18 @@ class FoldedSession(HookedSession):
             observers: Observers,
             **named: Any,
         ) -> tuple[None, MomentUpdates]:
+            wire = terms.wire
             self._folding = Folding(
-                accumulation, self._moments, failures, rank=wire.rank, ranks=wire.size
+                accumulation, moments, failures, rank=wire.rank, ranks=wire.size
             )
             return None, MomentUpdates(slots, self._folding, sending, failures, meter, **named)
 
         super().__init__(
             root,
-            slots,
-            config,
-            wire,
-            observers,
-            setting=setting,
-            # Of moments, where gradients are folded.
-            divisor=1,
+            # Gradients are divided as they are folded.
+            replace(terms, divisor=1, carrier="", open_updates=open_updates),
             sync=lambda: self._folding.is_last(),
             find_unused=False,
-            open_updates=open_updates,
         )
 
     def _hook(self, root: nn.Module) -> None:

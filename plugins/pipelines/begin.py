@@ -15,18 +15,14 @@ from bytesched.config import Config
 from bytesched.errors import PluginError, in_one_line
 from bytesched.log import show
 
-from ..c10d.carrying import broadcast, levels_of
 from ..c10d.ddp import why_kept, why_sparse
 from ..c10d.entry import Entry
-from ..c10d.hooked import setting_of
-from ..c10d.joining import joining
+from ..c10d.joining import broadcast, carriers
 from ..c10d.planning import refuse_halves
 from ..planned.beginning import add_optimizer, slots_of, stays_plain, why_whole
 from ..planned.bundles import Slot
 from ..planned.hooked_session import HookedSession
-from ..planned.wire import GroupWire
 from ..registry import sessions
-from ..routes.groups.opening import kind_of
 from ..update.genuine import stepping_optimizer
 from ..warmup.agree import statements
 from .reducing import StageReductions, take_from_ddp
@@ -148,29 +144,11 @@ def _attach(
         ],
         config.timeout_s,
     )
-    device = slots[0].parameter.device
-    kind = kind_of(entry.base, device)
-    name = f"session{entry.number}"
-    with joining(entry.base, name, config) as ranks:
-        data = ranks.open("data", kind)
-        control = data if kind == "gloo" else ranks.open("control")
-        # Of what fails from here on, there is a trace.
-        observers = ranks.observers()
+    with carriers(entry, slots[0].parameter.device, config) as opened:
         if is_named and not ddps:
-            broadcast(data, root)
-        levels = levels_of(entry.base, ranks, data, device, name, config)
-        session = HookedSession(
-            root,
-            slots,
-            config,
-            GroupWire(data, control, [], device, levels),
-            observers,
-            setting=setting_of(config, kind),
-            divisor=data.size,
-            sync=None,
-            find_unused=find_unused,
-            carrier=kind,
-        )
+            broadcast(opened.data, root)
+        terms = opened.terms(slots, opened.wire())
+        session = HookedSession(root, terms, sync=None, find_unused=find_unused)
     with ExitStack() as half_attached:
         half_attached.callback(session.close)
         parameters = [slot.parameter for slot in slots]

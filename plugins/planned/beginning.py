@@ -36,6 +36,7 @@ def slots_of(
     optimizer: torch.optim.Optimizer,
     *,
     ignored: Container[int] = (),
+    is_whole: bool = False,
     kind: Callable[[str, nn.Parameter], SlotT],
 ) -> list[SlotT]:
     """All parameters of ``model`` that require a gradient, on one device, in its own order.
@@ -43,21 +44,25 @@ def slots_of(
     Args:
         optimizer: of some of them at least.
         ignored: ids of parameters that are left out.
+        is_whole: others are there, too, as far as their use can be waited for.
         kind: what is made for each of the others.
 
     Raises `PluginError` for a model or an optimizer that is not so.
     """
     slots = []
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad and parameter.numel() and id(parameter) not in ignored:
-            if type(parameter) is not nn.Parameter:
-                raise PluginError(
-                    f"parameter {name!r} is a {type(parameter).__name__}, not a plain Parameter"
-                )
+        is_wanted = is_whole or (parameter.requires_grad and parameter.numel())
+        if not is_wanted or id(parameter) in ignored:
+            continue
+        if type(parameter) is nn.Parameter:
             slots.append(kind(name, parameter))
+        elif parameter.requires_grad:
+            raise PluginError(
+                f"parameter {name!r} is a {type(parameter).__name__}, not a plain Parameter"
+            )
     if not slots:
         raise PluginError("the model has no parameter that requires a gradient")
-    devices = {slot.parameter.device for slot in slots}
+    devices = {slot.parameter.device for slot in slots if slot.parameter.requires_grad}
     if len(devices) > 1:
         raise PluginError(f"parameters are on several devices: {sorted(map(str, devices))}")
     managed = {id(p) for group in optimizer.param_groups for p in group["params"]}

@@ -244,11 +244,14 @@ class Bucket:
 
     def hand_back(self) -> None:
         """Its sum is here: pending gradients become ordinary ones, with that sum."""
-        make_changes(self.members)
-        kept = []
+        kept, changed = [], []
         for member in self.members:
+            if member.changes:
+                changed.append(member)
             if member.pending is not None and (grad := member.pending()) is not None:
                 kept.append((grad, member.view))
+        if changed:
+            make_changes(changed)
         if kept and not self.holds_gradients:
             grads, views = zip(*kept, strict=True)
             # Before they are ordinary ones: what ends this in between may be tried again.

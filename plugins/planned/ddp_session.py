@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Final
 
@@ -14,16 +14,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bytesched.config import Config
 from bytesched.errors import PluginError, TransportError, UnusedParameterError
-from bytesched.observe import Observers
 from bytesched.tunable import Setting
 
 from ..proxies.passes import IN_A_CONTEXT, are_in_a_context, refuse_stage
-from .attachment import Attachment, Give
-from .bundles import Slot
 from .cutting import Cutter, cut_whole
 from .guard import Guard, collectives_of
 from .planning import PLANNED_AGAIN_IN
 from .reducer import (
+    Attachment,
+    Give,
     check_finalized,
     is_joining,
     is_manual,
@@ -32,10 +31,9 @@ from .reducer import (
     refuse_effective_join,
 )
 from .reducer_source import ReducerSource
-from .rounds import OpenUpdates
 from .session import PlannedSession
-from .source import Listener, Phase
-from .wire import Wire
+from .source import Phase
+from .terms import Terms
 
 __all__ = ["DdpSession"]
 
@@ -51,15 +49,10 @@ class DdpSession(PlannedSession):
 
     Args:
         root: the module whose call is a forward pass; not kept alive.
-        ddp: the same, or the DDP that is compiled there.
-        slots: all of its parameters, in registration order.
+        ddp: the same, or the DDP that is compiled there; ``slots`` are all of its parameters.
         cut: buckets into chunks.
-        setting: the sizes in use, for figures.
-        halves_bytes: of a chunk that goes in two halves, of two ranks; 0: none does.
         bucket_bytes: of the reducer that ``ddp`` gets in its next forward pass; 0: its own stays.
         is_finalized_ahead: the script is about to finalize a backward pass that is finalized.
-        carrier: see `PlannedSession`.
-        open_updates: opens what updates parameters; None: all ranks update all from gradients.
     """
 
     source: ReducerSource
@@ -68,53 +61,51 @@ class DdpSession(PlannedSession):
         self,
         root: nn.Module,
         ddp: DistributedDataParallel,
-        slots: Sequence[Slot],
-        config: Config,
-        wire: Wire,
-        observers: Observers,
+        terms: Terms,
         *,
         cut: Cutter,
-        setting: Setting,
-        halves_bytes: int = 0,
         bucket_bytes: int = 0,
         is_finalized_ahead: bool = False,
-        carrier: str = "",
-        open_updates: OpenUpdates | None = None,
     ) -> None:
         self._ddp = weakref.ref(ddp)
         self._name = type(ddp.module).__name__
-        self._by_name = {slot.name: slot.parameter for slot in slots}
+        self._by_name = {slot.name: slot.parameter for slot in terms.slots}
+        self._cut = cut
         self._bucket_bytes = bucket_bytes
         #: of DDP's own back end; None: not counted, or no turns are to come
         self._collectives = None
-        if config.guard and open_updates is None and _can_compare(config):
-            self._collectives = collectives_of(ddp, slots[0].parameter.device)
+        if terms.config.guard and terms.open_updates is None and _can_compare(terms.config):
+            self._collectives = collectives_of(ddp, terms.slots[0].parameter.device)
         #: DDP is by itself, in a turn or until the guard looks again; collectives before the
         #: current backward pass
         self._is_away = False
         self._counted = 0
-
-        def make_source(listener: Listener, divisor: int) -> ReducerSource:
-            self.source = _source(listener, ddp, slots, divisor, cut)
-            return self.source
-
         super().__init__(
             root,
-            slots,
-            config,
-            wire,
-            observers,
-            make_source=make_source,
-            setting=setting,
-            halves_bytes=halves_bytes,
-            carrier=carrier,
+            terms,
             # DDP does not compress.
-            can_stop=config.compression == "none",
+            can_stop=terms.config.compression == "none",
             changed_steps=_RENEWED_STEPS if bucket_bytes else PLANNED_AGAIN_IN,
-            open_updates=open_updates,
         )
-        self._guard = Guard(wire, self._clock)
+        self._guard = Guard(self._wire, self._clock)
         self.source.is_finalized_ahead = is_finalized_ahead
+
+    def _make_source(self, divisor: int) -> ReducerSource:
+        ddp = self._ddp()
+        assert ddp is not None
+        return ReducerSource(
+            self,
+            divisor,
+            {id(slot.parameter): slot.name for slot in self.slots},
+            holds_gradients=ddp.gradient_as_bucket_view,
+            is_static=ddp.static_graph,
+            is_batched=bool(getattr(ddp, "batched_grad_copy", False)),
+            may_be_unused=ddp.find_unused_parameters,
+            cut=self._cut,
+            future=_future_of(self.slots[0].parameter.device),
+            is_manual=partial(is_manual, self._ddp),
+            keep_local=partial(keep_local, self._ddp),
+        )
 
     def _hook(self, root: nn.Module) -> None:
         ddp = self._ddp()
@@ -135,7 +126,7 @@ class DdpSession(PlannedSession):
     # -- forward -----------------------------------------------------------------------
 
     def forward_begins(self, module: nn.Module) -> None:
-        """See `Forward`."""
+        """See `PlannedSession`."""
         if self._is_off and not self._comes_back():
             return
         self._check_forward()
@@ -156,8 +147,8 @@ class DdpSession(PlannedSession):
                 self.owners.forward_begins()
         if self._attachment.is_renewal_due and self.source.phase is Phase.IDLE:
             # Here no backward pass of it is under way, or about to begin.
-            self._rounds.land_all("forward")
-            self._rounds.let_go_of_buckets()
+            self.land_all("forward")
+            self.let_go_of_buckets()
             self._attachment.renew()
         self._tune()
         if self._is_off:
@@ -182,10 +173,10 @@ class DdpSession(PlannedSession):
 
     def _go_away(self) -> None:
         """DDP is by itself, as the script made it, until `_come_back`."""
-        self._rounds.land_all("forward")
+        self.land_all("forward")
         self._is_off = self._is_away = True
         self._gates.rest()
-        self._rounds.let_go_of_buckets()
+        self.let_go_of_buckets()
         self._attachment.leave()
 
     def _comes_back(self) -> bool:
@@ -217,7 +208,7 @@ class DdpSession(PlannedSession):
         """The plan is in force from the forward pass on that begins."""
         check_finalized(ddp)
         self._is_off = self._is_away = False
-        self._rounds.begin_anew()
+        self._measure_anew()
         self._attachment.come_back()
         self._gates.learn(root)
 
@@ -244,7 +235,7 @@ class DdpSession(PlannedSession):
         if self._is_away:
             self._come_back(ddp, root)
         elif is_resized:
-            self._rounds.let_go_of_buckets()
+            self.let_go_of_buckets()
             if self._bucket_bytes:
                 self._attachment.renew()
                 # It gets the buckets that stay in front of its second round.
@@ -323,7 +314,7 @@ class DdpSession(PlannedSession):
         elif self._is_off:
             return
         else:
-            self._rounds.land_all("flush")
+            self.land_all("flush")
             self.give_back()
             if self.owners is not None:
                 self.owners.restore()
@@ -335,7 +326,7 @@ class DdpSession(PlannedSession):
         self._is_off, self._is_away = True, False
         self._attachment.close()
         self._take_gates_off()
-        self._rounds.let_go_of_buckets()
+        self.let_go_of_buckets()
         self._attachment.leave()
 
     def disown(self) -> None:
@@ -353,29 +344,6 @@ def _can_compare(config: Config) -> bool:
     by nobody else.
     """
     return config.compression == "none" and not config.share and not config.tune
-
-
-def _source(
-    listener: Listener,
-    ddp: DistributedDataParallel,
-    slots: Sequence[Slot],
-    divisor: int,
-    cut: Cutter,
-) -> ReducerSource:
-    weak_ddp = weakref.ref(ddp)
-    return ReducerSource(
-        listener,
-        divisor,
-        {id(slot.parameter): slot.name for slot in slots},
-        holds_gradients=ddp.gradient_as_bucket_view,
-        is_static=ddp.static_graph,
-        is_batched=bool(getattr(ddp, "batched_grad_copy", False)),
-        may_be_unused=ddp.find_unused_parameters,
-        cut=cut,
-        future=_future_of(slots[0].parameter.device),
-        is_manual=partial(is_manual, weak_ddp),
-        keep_local=partial(keep_local, weak_ddp),
-    )
 
 
 def _future_of(device: torch.device) -> Callable[[], torch.futures.Future[torch.Tensor]]:

@@ -9,7 +9,7 @@ import torch
 
 from .buckets import Bucket, Member
 from .bundles import Slot
-from .partition import Partition
+from .wire import Partition
 
 
 class Entry:

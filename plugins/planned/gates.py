@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,19 +16,6 @@ from .bundles import Bundle, BundleState, Slot
 from .updates import Updates
 
 
-class Forward(Protocol):
-    """What is told of forward passes that may be trained on."""
-
-    def forward_begins(self, module: nn.Module) -> None:
-        """The root is about to be called."""
-
-    def forward_ends(self) -> None:
-        """It has returned or raised."""
-
-    def inside_compiled(self) -> None:
-        """Compiled code contains hooks of ours, so that nothing can wait in front of it."""
-
-
 class Gates:
     """In front of the modules of one model, once its first forward passes have shown which.
 
@@ -36,6 +23,9 @@ class Gates:
         root: whose call is a forward pass; not kept alive.
         slots: all of its parameters, in registration order.
         observers: they are told of the ends of forward passes.
+        begins: the root is about to be called, and may be trained on.
+        ends: it has returned or raised.
+        compiled: compiled code contains hooks of ours, so that nothing can wait in front of it.
     """
 
     def __init__(
@@ -43,12 +33,15 @@ class Gates:
         root: nn.Module,
         slots: Sequence[Slot],
         updates: Updates,
-        forward: Forward,
         observers: Observers,
+        *,
+        begins: Callable[[nn.Module], None],
+        ends: Callable[[], None],
+        compiled: Callable[[], None],
     ) -> None:
         self._slots = slots
         self._updates = updates
-        self._forward = forward
+        self._begins, self._ends, self._compiled = begins, ends, compiled
         self._observers = observers
         #: until it has learned
         self._first_use: FirstUse | None = None
@@ -69,7 +62,7 @@ class Gates:
     def begin(self, module: nn.Module, args: Any) -> None:
         """``module``, the root, is about to be called."""
         if torch.is_grad_enabled():
-            self._forward.forward_begins(module)
+            self._begins(module)
             if self._first_use is not None:
                 self._first_use.begin()
         elif not module.training:
@@ -79,7 +72,7 @@ class Gates:
         if self._first_use is not None:
             self._first_use.end()
         if torch.is_grad_enabled():
-            self._forward.forward_ends()
+            self._ends()
 
     def are_learned(self) -> bool:
         """Puts gates and bundles where forward passes have shown them; whether it did so now."""
@@ -115,7 +108,7 @@ class Gates:
     def _inside_compiled(self) -> None:
         # Without hooks it is compiled once more, and as a whole.
         self.close()
-        self._forward.inside_compiled()
+        self._compiled()
 
     def rest(self) -> None:
         """Takes all gates off; forward passes are still told of."""

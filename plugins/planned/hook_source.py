@@ -21,11 +21,10 @@ from ..proxies.passes import is_inside_another
 from ..update.surroundings import unseen
 from .buckets import Bucket
 from .bundles import Slot
-from .cutting import Cutter
+from .cutting import cut_whole
 from .entries import Entry, Filling, grouped
-from .partition import Partition
 from .source import Listener, Phase, Source
-from .wire import Wire
+from .wire import Partition, Wire
 
 __all__ = ["HookSource"]
 
@@ -38,7 +37,7 @@ class HookSource(Source):
 
     Args:
         slots: the parameters, the same on all ranks.
-        bucket_bytes: after which a bucket is full.
+        bucket_bytes: after which a bucket is full, and of a chunk.
         divisor: of gradients; 1: the wire divides.
         find_unused: parameters may get no gradient; None: the first round shows it.
         is_static: one may get several in a round, as many in each.
@@ -57,14 +56,13 @@ class HookSource(Source):
         failures: Failures,
         slots: Sequence[Slot],
         *,
-        cut: Cutter,
         bucket_bytes: int,
         divisor: int,
         find_unused: bool | None,
         is_static: bool,
         partitions: Mapping[int, Partition],
     ) -> None:
-        super().__init__(listener, cut)
+        super().__init__(listener, partial(cut_whole, chunk_bytes=bucket_bytes))
         self._wire = wire
         self._failures = failures
         self._bucket_bytes = bucket_bytes
@@ -123,9 +121,9 @@ class HookSource(Source):
 
     # -- buckets -----------------------------------------------------------------------
 
-    def resize(self, cut: Cutter, bucket_bytes: int) -> None:
+    def resize(self, bucket_bytes: int) -> None:
         """Buckets are others from the next round on; nothing is under way."""
-        self.cut = cut
+        self.cut = partial(cut_whole, chunk_bytes=bucket_bytes)
         self._bucket_bytes = bucket_bytes
         self._lay_out(self._order)
 
@@ -226,7 +224,7 @@ class HookSource(Source):
         filling.missing -= 1
         if self._wire.has_streams:
             filling.streams = {*filling.streams, torch.cuda.current_stream()}
-        if not filling.missing and not self.is_early:
+        if not filling.missing and self.rounds >= self.early_rounds:
             # In the first round hooks of the script may still follow ours, and change gradients.
             self._hand_over()
 

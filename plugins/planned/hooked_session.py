@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import ClassVar
 
@@ -11,20 +10,15 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from bytesched.config import Config
 from bytesched.errors import PluginError, UnusedParameterError
-from bytesched.observe import Observers
 from bytesched.tunable import Setting
 
 from ..proxies.passes import IN_A_CONTEXT, are_in_a_context, refuse_stage
-from .bundles import Slot
-from .cutting import cut_whole
 from .hook_source import HookSource
-from .partition import Partition
-from .rounds import OpenUpdates
 from .session import PlannedSession
-from .source import Listener, Phase
-from .wire import Wire
+from .source import Phase
+from .terms import Terms
+from .wire import Partition
 
 __all__ = ["HookedSession"]
 
@@ -34,15 +28,12 @@ class HookedSession(PlannedSession):
 
     Args:
         root: the module whose call is a forward pass; not kept alive.
-        slots: the parameters that are reduced, in registration order, the same on all ranks.
-        divisor: of gradients; 1: the wire divides.
+        terms: with the parameters that are reduced as ``slots``.
         sync: whether the backward pass of the forward pass that begins now is to be reduced;
             None if ``backward_gradient``, or ``gradient``, is called for every gradient that is.
         find_unused: parameters may get no gradient; None: the first round shows it.
         is_static: one may get several in a round, as many in each.
         partitions: of parameters that some ranks reduce among themselves, by id.
-        carrier: see `PlannedSession`.
-        open_updates: opens what updates parameters; None: all ranks update all from gradients.
     """
 
     source: HookSource
@@ -52,51 +43,32 @@ class HookedSession(PlannedSession):
     def __init__(
         self,
         root: nn.Module,
-        slots: Sequence[Slot],
-        config: Config,
-        wire: Wire,
-        observers: Observers,
+        terms: Terms,
         *,
-        setting: Setting,
-        divisor: int,
         sync: Callable[[], bool] | None,
         find_unused: bool | None,
         is_static: bool = False,
         partitions: Mapping[int, Partition] = MappingProxyType({}),
-        carrier: str = "",
-        open_updates: OpenUpdates | None = None,
     ) -> None:
         inner = root.module if isinstance(root, DistributedDataParallel) else root
         self._name = type(inner).__name__
         self._sync = sync
+        self._find_unused = find_unused
+        self._is_static = is_static
         self.partitions = partitions
+        super().__init__(root, terms)
 
-        def make_source(listener: Listener, divisor: int) -> HookSource:
-            self.source = self.source_kind(
-                listener,
-                wire,
-                self._failures,
-                slots,
-                cut=partial(cut_whole, chunk_bytes=setting.partition_bytes),
-                bucket_bytes=setting.partition_bytes,
-                divisor=divisor,
-                find_unused=find_unused,
-                is_static=is_static,
-                partitions=partitions,
-            )
-            return self.source
-
-        super().__init__(
-            root,
-            slots,
-            config,
-            wire,
-            observers,
-            make_source=make_source,
+    def _make_source(self, divisor: int) -> HookSource:
+        return self.source_kind(
+            self,
+            self._wire,
+            self._failures,
+            self.slots,
+            bucket_bytes=self._setting.partition_bytes,
             divisor=divisor,
-            setting=setting,
-            carrier=carrier,
-            open_updates=open_updates,
+            find_unused=self._find_unused,
+            is_static=self._is_static,
+            partitions=self.partitions,
         )
 
     def _hook(self, root: nn.Module) -> None:
@@ -110,7 +82,7 @@ class HookedSession(PlannedSession):
     # -- forward and backward ----------------------------------------------------------
 
     def forward_begins(self, module: nn.Module) -> None:
-        """See `Forward`."""
+        """See `PlannedSession`."""
         if self._is_off:
             return
         self._check_forward()
@@ -170,7 +142,7 @@ class HookedSession(PlannedSession):
         if self._is_off:
             return
         if self.source.phase is not Phase.OPEN:
-            self._rounds.land_all("backward")
+            self.land_all("backward")
         self.source.gradient(parameter)
 
     def backward_over(self) -> None:
@@ -189,7 +161,7 @@ class HookedSession(PlannedSession):
         """Every parameter that got no gradient takes part with what it has, or with zeros."""
         self._failures.check()
         if self.source.phase is not Phase.OPEN:
-            self._rounds.land_all("backward")
+            self.land_all("backward")
         self.source.complete()
 
     @property
@@ -200,26 +172,26 @@ class HookedSession(PlannedSession):
         """
         is_unfinished = self.source.phase is Phase.OPEN or self.source.is_cut_short
         is_unfinished = is_unfinished or self._stepping.is_inside
-        return self.error is None and (is_unfinished or bool(self._rounds.sending.buckets))
+        return self.error is None and (is_unfinished or bool(self.sending.buckets))
 
     def wait_reduced(self) -> None:
         """Returns when nothing is on the wire."""
         self._failures.check()
         if self.source.phase is Phase.IDLE:
-            self._rounds.land_all("synchronize")
+            self.land_all("synchronize")
 
     def _change(self, setting: Setting) -> bool:
         partition_bytes = setting.partition_bytes
         if partition_bytes != self._setting.partition_bytes:
-            self._rounds.let_go_of_buckets()
-            self.source.resize(partial(cut_whole, chunk_bytes=partition_bytes), partition_bytes)
+            self.let_go_of_buckets()
+            self.source.resize(partition_bytes)
         self._change_rounds(setting)
         return True
 
     def begin_anew(self) -> None:
         """Ranks may have made different rounds, and do not from here on. Idempotent."""
         if self.source.phase is Phase.IDLE:
-            self._rounds.land_all("flush")
+            self.land_all("flush")
             self.source.begin_anew()
 
     # -- life --------------------------------------------------------------------------

@@ -94,7 +94,7 @@ class Planning:
     ) -> None:
         self._wire = wire
         self._clock = clock
-        self._observers = observers
+        self.observers = observers
         self._policy = policy
         self._credit_bytes = credit_bytes
         self.gate_of = gate_of
@@ -105,13 +105,13 @@ class Planning:
         #: rounds since the buckets were found alike
         self._rounds = 0
         self._chunks: dict[int, Chunk] = {}
-        #: what is measured at the moment
-        self._measured: _Round | None = None
+        #: what is measured at the moment, or is to be told
+        self.measured: _Round | None = None
         #: when the last sum of the round before was here, which all ranks have in common
         self._common: list[Any] = []
         self._last: Chunk | None = None
         #: what to do when the host has waited for a chunk, by index, where ends are not seen
-        self._awaited: dict[int, Callable[[object], None]] = {}
+        self.awaited: dict[int, Callable[[object], None]] = {}
         #: of the carrier, where ends of chunks are not seen
         self._wants_probe = False
         self._probe: Any = None
@@ -128,8 +128,6 @@ class Planning:
         self.busy_ns = 0
         #: what the ranks have told last of chunks, by index, and of the carrier
         self._times: list[ChunkTimes] = []
-        #: parameters in the bucket of a chunk that is measured, by its index, as their ids
-        self._parameters: dict[int, list[int]] = {}
         #: when their gradients were ready on the slowest rank, which holds in other buckets, too
         self._ready_s: dict[int, float] = {}
         self._link = Link(0.0, 0.0)
@@ -138,9 +136,9 @@ class Planning:
         """The buckets are others from now on."""
         self.stage, self.order, self._rounds = Stage.NEW, None, 0
         self._chunks.clear()
-        self._awaited.clear()
+        self.awaited.clear()
         self._times = []
-        self._measured = self._last = None
+        self.measured = self._last = None
 
     def change(self, policy: str, credit_bytes: int) -> None:
         """Rounds are planned so from the next one on; the ranks tell each other nothing now."""
@@ -170,27 +168,27 @@ class Planning:
             self._probe = self._clock.probe(self._wire)
         if self.stage is Stage.NEW:
             # For figures alone: nothing tells yet when other ranks begin.
-            self._measured = _Round(None)
+            self.measured = _Round(None)
         elif self.stage is Stage.ALIKE:
             self._rounds += 1
             if self._rounds in MEASURED:
                 # Whatever this rank knows: the others go on with it.
                 common = self._common[0] if self._common else None
-                self._measured, self.stage = _Round(common), Stage.MEASURING
+                self.measured, self.stage = _Round(common), Stage.MEASURING
 
-    def ready(self, chunk: Chunk) -> None:
-        """``chunk`` can be issued."""
-        if self._measured is not None and self.stage in _MEASURING:
-            self._measured.ready[chunk.index] = self._clock.moment()
+    def ready(self, chunks: Sequence[Chunk]) -> None:
+        """These can be issued, and are `measured`."""
+        if self.measured is not None and self.stage in _MEASURING:
+            for chunk in chunks:
+                self.measured.ready[chunk.index] = self._clock.moment()
 
     def issued(self, chunk: Chunk, *, is_last: bool) -> None:
-        """``chunk`` was issued, as the last one of its round or not."""
-        self._chunks[chunk.index] = chunk
-        measured = self._measured if self.stage in _MEASURING else None
+        """``chunk`` was issued: the last one of its round, or one that is measured or observed."""
+        measured = self.measured if self.stage in _MEASURING else None
         is_common = is_last and self.stage is not Stage.MEASURING
         if is_common:
             self._common, self._last = [], chunk
-        if self._wire.has_streams or not (measured or is_common or self._observers.are_any):
+        if self._wire.has_streams or not (measured or is_common or self.observers.are_any):
             return
         now_ns = perf_counter_ns()
         if measured is not None:
@@ -200,11 +198,11 @@ class Planning:
         if self._wire.sees_ends:
             chunk.work.get_future().add_done_callback(ended)
         else:
-            self._awaited[chunk.index] = ended
+            self.awaited[chunk.index] = ended
 
     def waited(self, chunk: Chunk) -> None:
         """What this thread does, or its stream queues, from now on comes after ``chunk``'s sum."""
-        if (ended := self._awaited.pop(chunk.index, None)) is not None:
+        if (ended := self.awaited.pop(chunk.index, None)) is not None:
             ended(chunk.work)
         elif self._wire.has_streams and chunk is self._last and not self._common:
             self._common.append(self._clock.moment())
@@ -223,9 +221,9 @@ class Planning:
             measured.spans.end(chunk.index, now_ns)
         if common is not None:
             common.append(now_ns)
-        if self._observers.are_any:
+        if self.observers.are_any:
             args = {"bytes": chunk.sent.nbytes, "chunk": chunk.index}
-            self._observers.on_span("send", chunk.name, issued_ns, now_ns, args)
+            self.observers.on_span("send", chunk.name, issued_ns, now_ns, args)
 
     def round_ends(self, buckets: Sequence[Bucket]) -> None:
         """All chunks of a round have been issued: what there is to tell goes behind them.
@@ -234,25 +232,24 @@ class Planning:
             buckets: the layout from here on.
         """
         if self.stage is Stage.NEW:
-            # It may have become this one while chunks were issued.
-            self._chunks = {chunk.index: chunk for bucket in buckets for chunk in bucket.chunks}
+            self._know(buckets)
             self._times = self._known_times(buckets)
             self._tell(_digest(self._layout()))
             self.stage = Stage.COMPARING
         elif self.stage is Stage.MEASURING:
             self.stage = Stage.MEASURED
         elif self.stage is Stage.MEASURED:
-            # A rank that has joined has issued chunks of other buckets.
-            self._parameters = {
-                chunk.index: [id(member.parameter) for member in bucket.members]
-                for bucket in buckets
-                for chunk in bucket.chunks
-            }
+            # They may lie in other memory by now.
+            self._know(buckets)
             self._tell(self._what_was_measured())
             self.stage = Stage.TELLING
         elif self.stage is Stage.PLANNED:
             self._tell(_digest(str(self._planned)))
             self.stage = Stage.AGREEING
+
+    def _know(self, buckets: Sequence[Bucket]) -> None:
+        # Not as they are issued: a rank that has joined issues chunks of other buckets.
+        self._chunks = {chunk.index: chunk for bucket in buckets for chunk in bucket.chunks}
 
     def _tell(self, numbers: Sequence[float]) -> None:
         self._told = torch.tensor(numbers, dtype=torch.float64, device="cpu")
@@ -260,14 +257,14 @@ class Planning:
 
     def landed(self) -> None:
         """Nothing is under way: what the ranks told each other is here, too."""
-        if self._measured is not None and self._measured.spans.is_complete:
-            self.busy_ns = self._measured.spans.busy_ns()
+        if self.measured is not None and self.measured.spans.is_complete:
+            self.busy_ns = self.measured.spans.busy_ns()
         if self._telling is None or self._told is None:
             return
         self._wire.wait(self._telling, "what ranks tell each other")
         told, self._told, self._telling = self._told.tolist(), None, None
         if self.stage is Stage.COMPARING:
-            self._measured = None
+            self.measured = None
             is_alike = told[0] == -told[1] and self._policy != "fifo"
             self.stage = Stage.ALIKE if is_alike else Stage.DIFFERENT
             # Not here: this moment is not the same on all ranks.
@@ -307,7 +304,7 @@ class Planning:
 
     def _what_was_measured(self) -> list[float]:
         """What this rank tells of the measured round; the largest numbers of all count."""
-        measured, self._measured = self._measured, None
+        measured, self.measured = self.measured, None
         chunks = sorted(self._chunks)
         gates = [-float(self.gate_of(self._chunks[index])) for index in chunks]
         if measured is None or measured.common is None or measured.ready.keys() != set(chunks):
@@ -351,7 +348,8 @@ class Planning:
             for index, ready, gate in zip(indices, ready_s, gates, strict=True)
         ]
         for index, ready in zip(indices, ready_s, strict=True):
-            self._ready_s.update(dict.fromkeys(self._parameters.get(index, ()), ready))
+            members = self._chunks[index].bucket.members
+            self._ready_s.update({id(member.parameter): ready for member in members})
         self._link = Link(seconds_per_byte, 0.0, CONCURRENT if self._wire.sees_ends else 1)
         if len(self._as_planned_s) == PATIENCE and min(self._as_planned_s) > self._as_ready_s:
             # Chunks come later than the plan has them: it keeps others waiting for nothing.

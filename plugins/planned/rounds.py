@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from functools import partial
 from time import perf_counter_ns
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
-from bytesched.config import Config
 from bytesched.errors import PluginError, TransportError
-from bytesched.observe import Observers
-from bytesched.tunable import Setting
 
 from ..dependency.failures import Failures
 from ..figures.meter import Meter
@@ -19,8 +17,7 @@ from ..proxies.pending_grads import PendingGrad
 from ..queries import ASKING
 from ..warmup.retuning import Traffic
 from .buckets import Bucket, Chunk, Member
-from .bundles import Slot
-from .clocks import Clock
+from .clocks import Clock, DeviceClock, HostClock
 from .coding import coding_of
 from .cutting import cut_dealt
 from .halves import Halves
@@ -28,122 +25,37 @@ from .owners import dealt, late_ones
 from .planning import Planning, first_gates
 from .questions import Questions, asked_of
 from .sending import Sending
-from .source import MakeSource
+from .source import Source
 from .splitting import Splitting
-from .turns import ModelTurns
+from .terms import Owners, Terms
+from .turns import ModelTurns, open_turns
 from .updates import Updates
-from .wire import Exchanging, Wire
+from .wire import Exchanging
 
-__all__ = ["OpenUpdates", "Owners", "Rounds"]
+__all__ = ["Rounds"]
 
 log = logging.getLogger("bytesched")
 
 
-class Owners(Protocol):
-    """Ranks that update a share of the parameters each: sums go to them, and parameters come."""
+class Rounds(ABC):
+    """Between the source of buckets and the wire."""
 
-    @property
-    def questions(self) -> Questions | None:
-        """What answers about gradients that owners have; None: nothing does."""
+    #: whose rounds they are
+    source: Source
 
-    @property
-    def busy_ns(self) -> int:
-        """For how long something was under way in the last round; 0: not known."""
-
-    def deal(self) -> None:
-        """Every parameter has its owners from now on. Idempotent."""
-
-    def forward_begins(self) -> None:
-        """A forward pass begins in which DDP waits for all ranks."""
-
-    def round_begins(self) -> None:
-        """The first bucket of a round is ready. In a hook of the reducer: nothing waits."""
-
-    def start(self, bucket: Bucket) -> None:
-        """The sums of ``bucket`` go to their owners. In a hook of the reducer: nothing waits."""
-
-    def bring(self, buckets: Sequence[Bucket], by: str) -> None:
-        """Returns when no sum is under way, and those of ``buckets`` are here; collective."""
-
-    def let_go(self) -> None:
-        """Nothing is under way any more: works keep connections open."""
-
-    def refuse_late(self) -> None:
-        """Raises `PluginError` where an optimizer comes too late to be dealt with."""
-
-    def restore(self) -> None:
-        """Optimizers get the state that other ranks hold: from here on they are ordinary ones."""
-
-    def leave(self) -> None:
-        """Other ranks hear that this one takes no more steps; it waits for none of them."""
-
-    def disown(self) -> None:
-        """In a forked child: no other rank can be asked."""
-
-    def close(self) -> None:
-        """Returns when no other rank needs anything of this one any more."""
-
-
-class OpenUpdates(Protocol):
-    """Makes what updates parameters; and their owners, where each rank updates a share of them."""
-
-    def __call__(
-        self,
-        slots: Sequence[Slot],
-        sending: Sending,
-        failures: Failures,
-        meter: Meter,
-        observers: Observers,
-        **named: Any,
-    ) -> tuple[Owners | None, Updates]:
-        """For ``slots``; see `Updates` for what is ``named``."""
-
-
-class Rounds:
-    """Between the source of buckets and the wire.
-
-    Args:
-        slots: all parameters, in registration order.
-        make_source: of buckets.
-        divisor: of gradients; 1: the wire divides.
-        halves_bytes: of a chunk that goes in two halves, of two ranks; 0: none does.
-        setting: the sizes in use, for figures.
-        learned: puts gates where forward passes have shown them; whether it did so now.
-        began: called with the chunks and bytes of a round that differs in them from the last one.
-        ended: called at the end of each round.
-        open_updates: opens what updates parameters; None: all ranks update all from gradients.
-        turns: of a device that several jobs share.
-    """
-
-    def __init__(
-        self,
-        slots: Sequence[Slot],
-        config: Config,
-        wire: Wire,
-        failures: Failures,
-        observers: Observers,
-        clock: Clock,
-        *,
-        make_source: MakeSource,
-        divisor: int,
-        halves_bytes: int,
-        setting: Setting,
-        learned: Callable[[], bool],
-        began: Callable[[int, int], None],
-        ended: Callable[[], None],
-        open_updates: OpenUpdates | None = None,
-        turns: ModelTurns | None = None,
-    ) -> None:
-        self._slots = slots
+    def __init__(self, terms: Terms) -> None:
+        slots, config, wire = terms.slots, terms.config, terms.wire
+        self.slots = slots
         self._wire = wire
-        self._failures = failures
-        self._observers = observers
-        self._halves_bytes = halves_bytes
-        self._setting = setting
-        self._learned = learned
-        self._turns = turns
-        self._began = began
-        self._ended = ended
+        self._setting = terms.setting
+        self._halves_bytes = terms.halves_bytes
+        self.observers = terms.observers
+        self._failures = Failures(wire)
+        device = slots[0].parameter.device
+        self._clock: Clock = DeviceClock(device) if wire.has_streams else HostClock()
+        self._turns: ModelTurns | None = None
+        if config.share:
+            self._turns = open_turns(config.share, device, wire, self._failures.check)
         #: chunks and bytes of the last round
         self._last_sent = (0, 0)
         #: for how long something is under way in a round
@@ -154,33 +66,49 @@ class Rounds:
         self.traffic = Traffic()
         self.planning = Planning(
             wire,
-            observers,
+            self.observers,
             policy=config.policy,
             credit_bytes=config.credit_bytes,
             gate_of=first_gates({id(slot.parameter): place for place, slot in enumerate(slots)}),
-            clock=clock,
+            clock=self._clock,
         )
-        self.meter = Meter(observers, len(slots), self._busy_ns)
-        self.meter.changed(0, setting)
+        self._meter = Meter(self.observers, len(slots), self._busy_ns)
+        self._meter.changed(0, self._setting)
+        divisor = wire.size if terms.divisor is None else terms.divisor
         coding = coding_of(config.compression, divisor)
         if coding is not None and any(slot.parameter.is_complex() for slot in slots):
             log.info("compression = %r: complex gradients are sent as they are", config.compression)
-        self.sending = Sending(wire, failures, self.meter, self.planning, coding)
+        self.sending = Sending(wire, self._failures, self._meter, self.planning, coding)
+        updating = slots, self.sending, self._failures, self._meter
         named: dict[str, Any] = {
             "rank": wire.rank,
             "timeout_s": config.timeout_s,
-            "least_bundle_bytes": setting.partition_bytes,
+            "least_bundle_bytes": self._setting.partition_bytes,
         }
         self.owners: Owners | None = None
-        self.updates: Updates
-        if open_updates is None:
-            self.updates = Updates(slots, self.sending, failures, self.meter, **named)
+        self._updates: Updates
+        if terms.open_updates is None:
+            self._updates = Updates(*updating, **named)
         else:
-            self.owners, self.updates = open_updates(
-                slots, self.sending, failures, self.meter, observers, **named
-            )
-        self._splitting = Splitting(wire, config.split if halves_bytes else "off")
-        self.source = make_source(self, divisor if coding is None else 1)
+            self.owners, self._updates = terms.open_updates(*updating, self.observers, **named)
+        self._splitting = Splitting(wire, config.split if self._halves_bytes else "off")
+        self.source = self._make_source(divisor if coding is None else 1)
+
+    @abstractmethod
+    def _make_source(self, divisor: int) -> Source:
+        """The source of buckets, which divides gradients by ``divisor``."""
+
+    @abstractmethod
+    def _learned(self) -> bool:
+        """Puts gates where forward passes have shown them; whether it did so now."""
+
+    @abstractmethod
+    def _began(self, chunks: int, nbytes: int) -> None:
+        """A round differs in its chunks or bytes from the last one."""
+
+    @abstractmethod
+    def _round_ended(self) -> None:
+        """A round has ended."""
 
     @property
     def order(self) -> str:
@@ -189,22 +117,10 @@ class Rounds:
             return "owners"
         return "planned" if self.sending.halves is None else "halves"
 
-    def begin_anew(self) -> None:
+    def _measure_anew(self) -> None:
         """Rounds go another way from the next one on, and figures are of those alone."""
-        self.meter.begin_anew()
-        self._rounds_before = self.meter.rounds
-
-    def change(self, setting: Setting, credit_bytes: int) -> None:
-        """Rounds go on with ``setting`` from the next one on; nothing is under way.
-
-        Args:
-            credit_bytes: that of its plan; 0: see `Planning`.
-        """
-        self._setting = setting
-        self._last_sent, self._round_busy_ns = (0, 0), 0
-        self.planning.change(setting.policy, credit_bytes)
-        self.meter.changed(0, setting)
-        self.begin_anew()
+        self._meter.begin_anew()
+        self._rounds_before = self._meter.rounds
 
     def round_begins(self) -> None:
         """See `Listener`."""
@@ -212,10 +128,8 @@ class Rounds:
             self._turns.backward_begins()
         # A rank that has joined, and begins no backward pass, has not waited for it.
         self._listen()
-        if not self.source.is_early:
-            nbytes = sum(bucket.buffer.nbytes for bucket in self.source.buckets)
-            if self._splitting.round_begins(nbytes):
-                self._split()
+        if not self.source.is_early and self._splitting.round_begins(self.source.buckets):
+            self._split()
         self.sending.round_begins()
         if self.owners is not None:
             self.owners.round_begins()
@@ -225,7 +139,7 @@ class Rounds:
                     self.planning.round_begins()
                 except Exception as error:  # noqa: BLE001 - it is raised, here and elsewhere
                     self._failures.raise_first(error)
-            self.meter.round_begins()
+            self._meter.round_begins()
 
     def _listen(self) -> None:
         """What the ranks told each other is here; nothing else is under way."""
@@ -238,18 +152,18 @@ class Rounds:
     def _split(self) -> None:
         """Gradients go in two halves from now on."""
         # All of it is the same on both ranks: what they have told each other, and registration.
-        nbytes = [slot.parameter.nbytes for slot in self._slots]
+        nbytes = [slot.parameter.nbytes for slot in self.slots]
         late = late_ones(nbytes, self._wire.size, self._halves_bytes)
-        keys = {id(self._slots[index].parameter) for index in late}
+        keys = {id(self.slots[index].parameter) for index in late}
         planning = self.planning
         ways = dealt(planning.gradients(self.source.buckets), planning.seconds_per_byte, keys)
         planning.close()
-        self.begin_anew()
+        self._measure_anew()
         self.source.let_go()
         self.source.cut = partial(cut_dealt, ways=ways, chunk_bytes=self._halves_bytes)
         # Who gives `halves_bytes` has such a wire.
         wire = cast(Exchanging, self._wire)
-        self.sending.halves = Halves(wire, self.meter, self._observers)
+        self.sending.halves = Halves(wire, self._meter, self.observers)
         if self._wire.rank == 0:
             log.info(
                 "the script asks for norms of its gradients, or scales them, before step(): every "
@@ -269,7 +183,7 @@ class Rounds:
             return NotImplemented
         self._failures.check()
         try:
-            with self.updates.lock:
+            with self._updates.lock:
                 return questions(func, args, kwargs)
         except TransportError as error:
             self._failures.raise_first(error)
@@ -291,7 +205,8 @@ class Rounds:
 
     def ready(self, chunks: Sequence[Chunk], *, is_last: bool) -> None:
         """See `Listener`."""
-        self._failures.check()
+        if self._failures.error is not None:
+            self._failures.check()
         try:
             if self.owners is not None and not self.source.is_early:
                 self.sending.hand_to_owners(chunks[0].bucket)
@@ -310,7 +225,7 @@ class Rounds:
 
     def land(self, bucket: Bucket, why: str = "") -> None:
         """See `Listener`."""
-        self.meter.landed_because = why
+        self._meter.landed_because = why
         self._bring([bucket], "backward")
         self.sending.land(bucket, "backward")
 
@@ -326,7 +241,7 @@ class Rounds:
 
     def settle(self, member: Member) -> None:
         """See `Sums`."""
-        with self.updates.lock:
+        with self._updates.lock:
             if member.bucket.is_under_way:
                 self._land(member)
                 return
@@ -335,7 +250,7 @@ class Rounds:
                     f"{member.name}.grad was landed by another thread before it was handed out"
                 )
             # Another one of its bucket has brought it.
-            self.meter.causes.read(member.name, 0)
+            self._meter.causes.read(member.name, 0)
 
     def _land(self, member: Member) -> None:
         by = f"{member.name}.grad"
@@ -344,24 +259,24 @@ class Rounds:
         if member.bucket.holds_gradients:
             # All of them become ordinary ones, over the memory that owed updates are to read.
             for other in member.bucket.members:
-                self.updates.settle(other)
+                self._updates.settle(other)
         self._bring([member.bucket], by)
         self.sending.land(member.bucket, by)
-        self.updates.settle(member)
+        self._updates.settle(member)
         waited_ns = 0 if is_here else perf_counter_ns() - began_ns
-        self.meter.causes.read(member.name, waited_ns)
+        self._meter.causes.read(member.name, waited_ns)
 
     def round_ends(self, buckets: Sequence[Bucket], *, is_early: bool) -> None:
         """See `Listener`."""
         if self._turns is not None:
             self._turns.backward_ends()
-        self.meter.backward_ends()
+        self._meter.backward_ends()
         if self.owners is not None:
             self.owners.deal()
         if is_early and not self.source.is_early and self._learned():
             # A gate waits for the whole of its bundles.
             self.planning.gate_of = first_gates(
-                {id(slot.parameter): slot.bundle.number for slot in self._slots}
+                {id(slot.parameter): slot.bundle.number for slot in self.slots}
             )
         if not is_early:
             chunks = nbytes = 0
@@ -371,14 +286,14 @@ class Rounds:
                     nbytes += chunk.sent.nbytes
             if (chunks, nbytes) != self._last_sent:
                 self._last_sent = chunks, nbytes
-                self.meter.active(nbytes, chunks, self._setting)
+                self._meter.active(nbytes, chunks, self._setting)
                 self._began(chunks, nbytes)
             if busy_ns := self._round_busy_ns:
                 sent = self.traffic
                 self.traffic = Traffic(
                     sent.busy_ns + busy_ns, sent.chunks + chunks, sent.nbytes + nbytes
                 )
-        self._ended()
+        self._round_ended()
 
     def land_all(self, by: str) -> None:
         """Nothing is under way, and nothing owed, that was before.
@@ -387,8 +302,8 @@ class Rounds:
             by: what waits for it, for figures.
         """
         # Another thread may begin a backward pass, or flush.
-        with self.updates.lock:
-            self.updates.apply_all(by)
+        with self._updates.lock:
+            self._updates.apply_all(by)
             if self.owners is not None:
                 self._bring(self.sending.buckets, by)
             self.sending.land_all(by)
@@ -403,7 +318,7 @@ class Rounds:
 
     def _busy_ns(self) -> int:
         """For how long something has been under way, as far as rounds were measured."""
-        return self._round_busy_ns * (self.meter.rounds - self._rounds_before)
+        return self._round_busy_ns * (self._meter.rounds - self._rounds_before)
 
     def let_go_of_buckets(self) -> None:
         """No copy of the gradients stays with us; nothing that matters is under way."""
@@ -413,5 +328,5 @@ class Rounds:
         self.source.let_go()
         self.planning.close()
         self._splitting.forget()
-        for slot in self._slots:
+        for slot in self.slots:
             slot.forget()

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
 
 from bytesched.errors import PluginError
 from bytesched.share.turn import HELD, released
@@ -15,10 +18,9 @@ from .coding import Coding
 from .halves import Halves
 from .planning import Planning
 from .spans import span
-from .streams import Streams
 from .wire import HOST, Wire
 
-__all__ = ["Sending"]
+__all__ = ["Sending", "Streams", "refuse_capture"]
 
 
 class Sending:
@@ -42,6 +44,8 @@ class Sending:
         self._meter = meter
         self._planning = planning
         self._streams = Streams()
+        #: whether a wait is only queued, on a stream of a device
+        self.has_streams = wire.has_streams
         #: how many chunks of the plan have been issued in this round
         self._position = 0
         #: by index, those that are ready and not issued
@@ -80,10 +84,13 @@ class Sending:
             if is_last:
                 self.halves.all_started()
             return
+        planning = self._planning
         for chunk in chunks:
             held_back[chunk.index] = chunk
-            self._planning.ready(chunk)
-        order = self._planning.order
+        if planning.measured is not None:
+            planning.ready(chunks)
+        is_seen = planning.measured is not None or planning.observers.are_any
+        order = planning.order
         if order is None:
             following = list(held_back.values())
             held_back.clear()
@@ -92,13 +99,15 @@ class Sending:
             while self._position < len(order) and order[self._position] in held_back:
                 following.append(held_back.pop(order[self._position]))
                 self._position += 1
-        if self._wire.has_streams:
+        if self.has_streams:
             self._streams.hand_over(chunks, following)
         for number, chunk in enumerate(following, 1):
             if self._coding is not None:
                 self._coding.encode(chunk)
             chunk.work = (chunk.wire or self._wire).start(chunk.sent, chunk.key)
-            self._planning.issued(chunk, is_last=is_last and number == len(following))
+            is_end = is_last and number == len(following)
+            if is_seen or is_end:
+                planning.issued(chunk, is_last=is_end)
 
     def hand_to_owners(self, bucket: Bucket) -> None:
         """The same where sums go to owners, who carry them."""
@@ -109,7 +118,7 @@ class Sending:
     def have_brought(self, bucket: Bucket) -> None:
         """Nobody waits for ``bucket`` any more, which owners had: it is here, or not wanted."""
         for chunk in bucket.chunks:
-            chunk.landed_on = self._wire.stream()
+            chunk.landed_on = self._wire.stream() if self.has_streams else HOST
 
     def wait(self, chunks: Iterable[Sent], by: str) -> None:
         """What the calling thread does next comes after the sums of ``chunks``.
@@ -119,12 +128,12 @@ class Sending:
 
         Raises the first error of the session.
         """
-        stream = self._wire.stream()
+        stream = self._wire.stream() if self.has_streams else HOST
         outstanding = [chunk for chunk in chunks if chunk.landed_on != stream]
         if not outstanding:
             return
         began = self._meter.moment()
-        is_long = HELD and not self.has_streams and not self.have_come(outstanding)
+        is_long = HELD and not self.has_streams and bool(self.outstanding(outstanding))
         with span("bytesched::wait"), released() if is_long else nullcontext():
             if self.halves is not None and self.halves.is_round_whole:
                 # Nor may anything change what is still to be measured.
@@ -148,7 +157,7 @@ class Sending:
                 chunk.landed_on = stream
                 if stream == HOST:
                     chunk.work = None
-                if isinstance(chunk, Chunk):
+                if (self.has_streams or self._planning.awaited) and isinstance(chunk, Chunk):
                     self._planning.waited(chunk)
         self._meter.waited(by, began, is_exposed=True)
 
@@ -160,14 +169,9 @@ class Sending:
         except Exception as error:  # noqa: BLE001 - it is raised, here and on the other rank
             self._failures.raise_first(error)
 
-    @property
-    def has_streams(self) -> bool:
-        """Whether a wait is only queued, on a stream of a device."""
-        return self._wire.has_streams
-
     def alone(self) -> AbstractContextManager[None]:
         """Around writes to gradients or parameters that kernels on other streams may use."""
-        return self._apart() if self._wire.has_streams else nullcontext()
+        return self._apart() if self.has_streams else nullcontext()
 
     @contextmanager
     def _apart(self) -> Iterator[None]:
@@ -176,10 +180,6 @@ class Sending:
             yield
         finally:
             self._streams.part()
-
-    def have_come(self, chunks: Iterable[Sent]) -> bool:
-        """Whether a wait for ``chunks`` would return at once. On the host."""
-        return all(map(_has_come, chunks))
 
     def land(self, bucket: Bucket, by: str) -> None:
         """Returns when the sum of ``bucket`` is there, and handed back."""
@@ -197,7 +197,7 @@ class Sending:
     def forget(self, buckets: Iterable[Bucket]) -> None:
         """Nothing of ``buckets`` is under way any more: works keep connections open."""
         chunks = [chunk for bucket in (*buckets, *self.buckets) for chunk in bucket.chunks]
-        if not self._wire.has_streams:
+        if not self.has_streams:
             # Who is told of the end of one shall be, while there is an interpreter.
             halves = () if self.halves is None else self.halves.works()
             works = (chunk.work for chunk in chunks if chunk.work is not None)
@@ -215,14 +215,76 @@ class Sending:
             for chunk in bucket.chunks:
                 chunk.work = None
 
+    def outstanding(self, chunks: Iterable[Sent]) -> list[Sent]:
+        """Those of ``chunks`` that have not come, as far as is known without waiting."""
+        return [
+            chunk
+            for chunk in chunks
+            if chunk.landed_on is None and (chunk.work is None or not chunk.work.is_completed())
+        ]
+
     def outstanding_bytes(self, chunks: Iterable[Sent]) -> int:
-        """How much of ``chunks`` has not come, as far as is known without waiting."""
-        return sum(chunk.sent.nbytes for chunk in chunks if not _has_come(chunk))
+        """How many bytes these have."""
+        return sum([chunk.sent.nbytes for chunk in self.outstanding(chunks)])
 
     def __repr__(self) -> str:
         return f"<Sending: {len(self.buckets)} buckets under way>"
 
 
-def _has_come(chunk: Sent) -> bool:
-    """Whether the sum of ``chunk`` is here, as far as that is known without waiting."""
-    return chunk.landed_on is not None or (chunk.work is not None and chunk.work.is_completed())
+class Streams:
+    """Those that were seen, in hooks, gates and steps. Nothing of ours runs on another one."""
+
+    def __init__(self) -> None:
+        #: by handle
+        self._seen: dict[int, Any] = {}
+
+    def see(self) -> Any:
+        """The current stream, which is known from now on."""
+        stream = torch.cuda.current_stream()
+        return self._seen.setdefault(stream.cuda_stream, stream)
+
+    def hand_over(self, ready: Sequence[Chunk], following: Sequence[Chunk]) -> None:
+        """``following`` are about to be issued here; ``ready`` became so here.
+
+        What became ready in another hook may have been computed on another stream.
+        """
+        stream = self.see()
+        held_back = [chunk for chunk in ready if chunk not in following]
+        if held_back:
+            event = stream.record_event()
+            for chunk in held_back:
+                chunk.ready = stream, event
+        for chunk in following:
+            if chunk.ready is not None:
+                elsewhere, event = chunk.ready
+                chunk.ready = None
+                if elsewhere is not stream:
+                    stream.wait_event(event)
+
+    def join(self) -> None:
+        """What is queued here next comes after all that was queued elsewhere."""
+        stream = self.see()
+        for other in self._others(stream):
+            stream.wait_event(other.record_event())
+
+    def part(self) -> None:
+        """What is queued elsewhere next comes after all that was queued here."""
+        stream = self.see()
+        if others := self._others(stream):
+            event = stream.record_event()
+            for other in others:
+                other.wait_event(event)
+
+    def _others(self, stream: Any) -> list[Any]:
+        # Nearly always there are none.
+        return [other for other in self._seen.values() if other is not stream]
+
+
+def refuse_capture() -> None:
+    """Raises `PluginError` while a CUDA graph is being captured."""
+    if torch.cuda.is_current_stream_capturing():
+        raise PluginError(
+            "a CUDA graph is being captured over a wrapped model: its replays would bypass "
+            "everything that waits for an update. Make graphed callables before wrap, or "
+            "capture after unwrap"
+        )

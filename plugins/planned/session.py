@@ -4,59 +4,46 @@ from __future__ import annotations
 
 import logging
 import weakref
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
-from bytesched.config import Config
 from bytesched.errors import PluginError
-from bytesched.observe import Observers
 from bytesched.share.turn import turn_figures
 from bytesched.tunable import Setting
 from bytesched.urgency import URGENCY
 from bytesched.values import size_text
 
-from ..dependency.failures import Failures
 from ..figures.unseen import ROUNDING, UNSEEN
 from ..proxies.entries import guard_entries
 from ..proxies.passes import watch_passes
 from ..update.deferred import Deferred
 from ..update.stepping import Stepping
-from .bundles import Slot
-from .clocks import Clock, DeviceClock, HostClock
 from .gates import Gates
 from .planning import PLANNED_AGAIN_IN
-from .rounds import OpenUpdates, Rounds
-from .source import MakeSource, Phase
-from .streams import refuse_capture
+from .rounds import Rounds
+from .sending import refuse_capture
+from .source import Phase
+from .terms import Terms
 from .tuned import Tuned
-from .turns import ModelTurns, open_turns
-from .wire import Wire
 
 __all__ = ["PlannedSession"]
 
 log = logging.getLogger("bytesched")
 
 
-class PlannedSession(ABC):
+class PlannedSession(Rounds):
     """The life of one wrapped model.
 
     Who inherits hooks what tells the source, and keeps in ``_undo`` what ends that.
 
     Args:
         root: the module whose call is a forward pass; not kept alive.
-        slots: its parameters, in registration order.
-        make_source: of their gradients.
-        divisor: of these, where it is not the number of ranks; 1: the wire divides.
-        setting: the sizes in use, for figures.
-        halves_bytes: of a chunk that goes in two halves, of two ranks; 0: none does.
-        carrier: what sums, such as "gloo", as it is remembered with ``tune``; empty: sizes stay.
         can_stop: gradients can be the framework's for a while, to compare.
         changed_steps: steps after a change of sizes that show nothing.
-        open_updates: opens what updates parameters; None: all ranks update all from gradients.
     """
 
     #: of the model, for figures
@@ -65,62 +52,25 @@ class PlannedSession(ABC):
     def __init__(
         self,
         root: nn.Module,
-        slots: Sequence[Slot],
-        config: Config,
-        wire: Wire,
-        observers: Observers,
+        terms: Terms,
         *,
-        make_source: MakeSource,
-        divisor: int | None = None,
-        setting: Setting,
-        halves_bytes: int = 0,
-        carrier: str = "",
         can_stop: bool = False,
         changed_steps: int = PLANNED_AGAIN_IN,
-        open_updates: OpenUpdates | None = None,
     ) -> None:
+        super().__init__(terms)
         self._root = weakref.ref(root)
-        self._wire = wire
-        self._slots = slots
-        self._parameters = [slot.parameter for slot in slots]
-        self._names = {id(slot.parameter): slot.name for slot in slots}
-        self._setting = setting
-        self.observers = observers
-        self._failures = Failures(wire)
-        device = slots[0].parameter.device
-        self._clock: Clock = DeviceClock(device) if wire.has_streams else HostClock()
-        self._turns: ModelTurns | None = None
-        if config.share:
-            self._turns = open_turns(
-                config.share,
-                device,
-                rank=wire.rank,
-                size=wire.size,
-                timeout_s=wire.timeout_s,
-                look=self._failures.check,
-            )
-        self._rounds = Rounds(
-            slots,
-            config,
-            wire,
-            self._failures,
-            observers,
-            self._clock,
-            make_source=make_source,
-            divisor=wire.size if divisor is None else divisor,
-            halves_bytes=halves_bytes,
-            setting=setting,
-            learned=lambda: self._gates.are_learned(),
-            began=self._began,
-            ended=self._round_ends,
-            open_updates=open_updates,
-            turns=self._turns,
-        )
-        self._source, self._meter = self._rounds.source, self._rounds.meter
-        self.owners = self._rounds.owners
-        self._updates = self._rounds.updates
+        self._parameters = [slot.parameter for slot in self.slots]
+        self._names = {id(slot.parameter): slot.name for slot in self.slots}
         self._stepping = Stepping(self, self._meter, takes_gradients=self._updates.takes_gradients)
-        self._gates = Gates(root, slots, self._updates, self, observers)
+        self._gates = Gates(
+            root,
+            self.slots,
+            self._updates,
+            self.observers,
+            begins=self.forward_begins,
+            ends=self.forward_ends,
+            compiled=self._inside_compiled,
+        )
         #: buckets that were handed out before the current backward pass
         self._handed_out = 0
         #: an exception has ended a backward pass in the middle of a round
@@ -132,25 +82,21 @@ class PlannedSession(ABC):
         self._tuned: Tuned | None = None
         guard_entries()
         try:
-            if config.tune and carrier:
+            if terms.config.tune and terms.carrier:
                 self._tuned = Tuned(
-                    slots,
-                    config,
-                    wire,
+                    terms,
+                    self,
                     self._clock,
                     self._failures,
-                    self._rounds,
-                    carrier=carrier,
                     can_stop=can_stop,
                     changed_steps=changed_steps,
-                    setting=setting,
                     change=self._change,
                 )
                 self._undo.append(self._tuned.close)
-            elif config.tune and wire.rank == 0:
+            elif terms.config.tune and self._wire.rank == 0:
                 log.warning("tune is on, but sizes of this model cannot change during training")
             self._undo.append(self._watch())
-            self._undo.append(URGENCY.observe(observers))
+            self._undo.append(URGENCY.observe(self.observers))
             self._hook(root)
             if self._turns is not None:
                 self._turns.hook(root)
@@ -183,11 +129,6 @@ class PlannedSession(ABC):
         """No step can cross the barrier, for the reason ``why``, which ``stats()`` shows."""
         self._meter.whole_because = why
 
-    @property
-    def slots(self) -> Sequence[Slot]:
-        """Its parameters, in registration order."""
-        return self._slots
-
     # -- forward -----------------------------------------------------------------------
 
     def before_forward(self, module: nn.Module, args: Any) -> None:
@@ -196,7 +137,7 @@ class PlannedSession(ABC):
 
     @abstractmethod
     def forward_begins(self, module: nn.Module) -> None:
-        """See `Forward`."""
+        """The root is about to be called, and may be trained on."""
 
     def _check_forward(self) -> None:
         """Raises the first error, or why a forward pass cannot begin."""
@@ -205,11 +146,10 @@ class PlannedSession(ABC):
             refuse_capture()
 
     def forward_ends(self) -> None:
-        """See `Forward`."""
+        """It has returned or raised."""
         self._meter.forward_ends()
 
-    def inside_compiled(self) -> None:
-        """See `Forward`."""
+    def _inside_compiled(self) -> None:
         if self._stepping.crosses:
             self._stepping.stop_crossing()
             log.warning(
@@ -221,13 +161,13 @@ class PlannedSession(ABC):
 
     def backward_begins(self) -> None:
         """See `Watcher`: everything from before has come."""
-        self._handed_out = self._source.handed_out
-        if self._is_off or self._failures.error is not None or self._source.phase is Phase.OPEN:
+        self._handed_out = self.source.handed_out
+        if self._is_off or self._failures.error is not None or self.source.phase is Phase.OPEN:
             # Another pass may complete the round, whose buckets nothing writes again. An error is
             # raised where this model is used: the pass may be of another one.
             return
-        self._rounds.land_all("backward")
-        self._source.backward_begins(self._parameters)
+        self.land_all("backward")
+        self.source.backward_begins(self._parameters)
 
     @abstractmethod
     def backward_ends(self) -> None:
@@ -235,9 +175,9 @@ class PlannedSession(ABC):
 
     def backward_failed(self, error: BaseException) -> BaseException:
         """See `Watcher`."""
-        if self._is_off or self._source.phase is Phase.IDLE:
+        if self._is_off or self.source.phase is Phase.IDLE:
             return error
-        if self._source.handed_out == self._handed_out:
+        if self.source.handed_out == self._handed_out:
             # A pass beside the round.
             return error
         if self._failures.error is not None:
@@ -259,7 +199,7 @@ class PlannedSession(ABC):
             log.info(
                 "%d ranks, %d tensors, %s in %d chunk%s, policy %s, mode %s%s",
                 self._wire.size,
-                len(self._slots),
+                len(self.slots),
                 size_text(nbytes),
                 chunks,
                 "s" if chunks > 1 else "",
@@ -275,13 +215,16 @@ class PlannedSession(ABC):
 
     # -- tuning ------------------------------------------------------------------------
 
-    def _round_ends(self) -> None:
+    def _learned(self) -> bool:
+        return self._gates.are_learned()
+
+    def _round_ended(self) -> None:
         if self._tuned is not None and self._may_tune():
             self._tuned.round_ends()
 
     def _tune(self) -> None:
         """A forward pass begins: what has been decided is applied, on all ranks in the same one."""
-        if self._tuned is not None and self._may_tune() and self._source.phase is Phase.IDLE:
+        if self._tuned is not None and self._may_tune() and self.source.phase is Phase.IDLE:
             self._tuned.before_forward(self._stepping.steps)
 
     def _may_tune(self) -> bool:
@@ -296,7 +239,10 @@ class PlannedSession(ABC):
         """The same for what is common to all sources."""
         assert self._tuned is not None
         self._setting = setting
-        self._rounds.change(setting, self._tuned.credit_bytes(setting))
+        self._last_sent, self._round_busy_ns = (0, 0), 0
+        self.planning.change(setting.policy, self._tuned.credit_bytes(setting))
+        self._meter.changed(0, setting)
+        self._measure_anew()
 
     # -- steps -------------------------------------------------------------------------
 
@@ -351,7 +297,7 @@ class PlannedSession(ABC):
     @property
     def rounds_finished(self) -> int:
         """How many rounds have been complete."""
-        return self._source.finished
+        return self.source.finished
 
     @property
     def is_measuring(self) -> bool:
@@ -382,8 +328,8 @@ class PlannedSession(ABC):
         if self.owners is not None:
             # Gradients come where all ranks read them.
             self._updates.apply_all()
-        elif self._source.phase is Phase.IDLE:
-            self._rounds.land_all("flush")
+        elif self.source.phase is Phase.IDLE:
+            self.land_all("flush")
 
     @abstractmethod
     def restore(self) -> None:
@@ -401,7 +347,7 @@ class PlannedSession(ABC):
         Those that were not there when the process was forked raise PluginError when they are read.
         """
         self._is_off = True
-        self._rounds.sending.disown()
+        self.sending.disown()
         self._updates.disown()
         if self.owners is not None:
             self.owners.disown()
@@ -429,7 +375,7 @@ class PlannedSession(ABC):
                 # Not as the process ends: the script may go on with another session.
                 self.give_back()
         self._is_off = True
-        self._rounds.let_go_of_buckets()
+        self.let_go_of_buckets()
         self._wire.close()
         self.observers.close()
 
@@ -449,7 +395,7 @@ class PlannedSession(ABC):
             **self._meter.figures(),
             "model": self._name,
             "mode": self.mode,
-            "order": self._rounds.order,
+            "order": self.order,
             "levels": self._wire.levels,
             "rank": self._wire.rank,
             "world_size": self._wire.size,
@@ -458,7 +404,7 @@ class PlannedSession(ABC):
         }
 
     def __repr__(self) -> str:
-        state = f"{self._rounds.sending!r}, {self._updates!r}"
+        state = f"{self.sending!r}, {self._updates!r}"
         if self.error is not None:
             state = f"failed: {self.error}"
         return f"<bytesched rank {self._wire.rank} of {self._wire.size}: {state}>"

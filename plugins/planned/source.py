@@ -6,14 +6,14 @@ everyone sees wait for their sums (proxies.pending_grads).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from enum import Enum
-from typing import Any, ClassVar, Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import nn
 
-from .buckets import ALONE, Bucket, Chunk, Member, uses
+from .buckets import ALONE, Bucket, Chunk, Member, Sums
 from .cutting import Cutter
 
 
@@ -25,7 +25,7 @@ class Phase(Enum):
     COMPLETE = "all buckets are handed out, gradients are not"
 
 
-class Listener(Protocol):
+class Listener(Sums, Protocol):
     """What is told of chunks and rounds, in the thread of backward."""
 
     def round_begins(self) -> None:
@@ -47,12 +47,6 @@ class Listener(Protocol):
         Args:
             why: why it has to be here inside backward; empty if that is as usual.
         """
-
-    def settle(self, member: Member) -> None:
-        """Returns when the sum of ``member`` is in its gradient."""
-
-    def answer(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """See `Sums`."""
 
     def round_ends(self, buckets: Sequence[Bucket], *, is_early: bool) -> None:
         """Gradients are what everyone sees; with ``is_early`` they have been summed."""
@@ -118,6 +112,8 @@ class Source:
             left: ids of parameters that no rank has used, whose gradients stay as they are.
         """
         can_wait = not (bucket.holds_gradients and bucket.is_seen)
+        # No call of Python for each of them.
+        use_count = torch._C._storage_Use_Count
         for member in bucket.members:
             if left and id(member.parameter) in left:
                 continue
@@ -130,7 +126,7 @@ class Source:
             if bucket.holds_gradients:
                 if grad.data_ptr() != member.view.data_ptr():
                     continue
-            elif uses(grad) > ALONE:
+            elif use_count(grad.untyped_storage()._cdata) > ALONE:
                 can_wait = False
             if type(grad) is not torch.Tensor or grad.requires_grad:
                 can_wait = False
@@ -140,7 +136,3 @@ class Source:
     def _land(self, buckets: Sequence[Bucket], why: str = "") -> None:
         for bucket in buckets:
             self._listener.land(bucket, why)
-
-
-#: of who listens, and the divisor of what is handed out
-MakeSource = Callable[[Listener, int], Source]

@@ -55,20 +55,22 @@ class Splitting:
             self._late_bytes = late_bytes()
         self._asked |= dict.fromkeys(member.bucket for member in members)
 
-    def round_begins(self, nbytes: int) -> bool:
+    def round_begins(self, buckets: Iterable[Bucket]) -> bool:
         """Whether the round that begins is the first one in two halves.
 
         Args:
-            nbytes: of the round before.
+            buckets: of the round before.
         """
         if self._is_wanted:
             self._mode, self._is_wanted = "off", False
             return True
-        asked_bytes = sum(bucket.buffer.nbytes for bucket in self._asked)
-        if asked_bytes and asked_bytes >= _MOST * nbytes:
-            self._asking, self._was_asked = self._asking + 1, True
-            self._late += self._late_bytes / nbytes
-        self._asked.clear()
+        if self._asked:
+            asked_bytes = sum(bucket.buffer.nbytes for bucket in self._asked)
+            nbytes = sum(bucket.buffer.nbytes for bucket in buckets)
+            if asked_bytes and asked_bytes >= _MOST * nbytes:
+                self._asking, self._was_asked = self._asking + 1, True
+                self._late += self._late_bytes / nbytes
+            self._asked.clear()
         return False
 
     def round_ends(self) -> None:

@@ -11,18 +11,16 @@ from typing import Final
 
 import torch
 
-from bytesched.config import Config
 from bytesched.tunable import Decision, RunFacts, Setting
 from bytesched.tuning.online import find_tuner
 
 from ..dependency.failures import Failures
 from ..warmup.probing import Probing
 from ..warmup.retuning import DECISION, Decisions, Retuning
-from .bundles import Slot
 from .clocks import Clock
 from .planning import PLANNED_IN
 from .rounds import Rounds
-from .wire import Wire
+from .terms import Terms
 
 _KNOBS: Final = frozenset({"partition_bytes", "credit_bytes", "policy"})
 _HOST_BYTES: Final = 6
@@ -35,40 +33,35 @@ class Tuned:
     while nothing is under way.
 
     Args:
-        carrier: what sums, such as "gloo", as it is remembered.
+        rounds: what is measured; its setting is the one in force, as without a tuner.
         can_stop: gradients can be the framework's for a while.
         changed_steps: steps after a change that show nothing.
-        setting: the one in force, as without a tuner.
         change: goes on with a setting; whether it could.
     """
 
     def __init__(
         self,
-        slots: Sequence[Slot],
-        config: Config,
-        wire: Wire,
+        terms: Terms,
+        rounds: Rounds,
         clock: Clock,
         failures: Failures,
-        rounds: Rounds,
         *,
-        carrier: str,
         can_stop: bool,
         changed_steps: int,
-        setting: Setting,
         change: Callable[[Setting], bool],
     ) -> None:
-        self._slots = [slot for slot in slots if slot.parameter.requires_grad]
-        self._config = config
-        self._wire = wire
+        self._slots = [slot for slot in terms.slots if slot.parameter.requires_grad]
+        self._config = terms.config
+        self._wire = terms.wire
         self._clock = clock
         self._failures = failures
         self._rounds = rounds
-        self._carrier = carrier
+        self._carrier = terms.carrier
         self._knobs = _KNOBS | {"enabled"} if can_stop else _KNOBS
         self._changed_steps = changed_steps
-        self._untuned = self._setting = replace(setting, enabled=True)
+        self._untuned = self._setting = replace(terms.setting, enabled=True)
         self._change = change
-        tuner = find_tuner(config) if wire.rank == 0 else None
+        tuner = find_tuner(terms.config) if terms.wire.rank == 0 else None
         self._decisions = Decisions(tuner, self._from_leader)
         self.close = self._decisions.close
         #: None until the first decision

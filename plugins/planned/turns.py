@@ -16,6 +16,7 @@ from bytesched.share.tickets import Tickets, device_folder, processor
 from bytesched.share.turn import HELD, Turn
 
 from ..proxies.hooks import StayingForwardHook, gate
+from .wire import Wire
 
 #: of this process: models on one device have one turn
 _turns: weakref.WeakValueDictionary[Path, Turn] = weakref.WeakValueDictionary()
@@ -83,13 +84,7 @@ class ModelTurns:
 
 
 def open_turns(
-    share: str,
-    device: torch.device,
-    *,
-    rank: int,
-    size: int,
-    timeout_s: float,
-    look: Callable[[], None],
+    share: str, device: torch.device, wire: Wire, look: Callable[[], None]
 ) -> ModelTurns:
     """Those of a model on ``device`` under the name ``share``.
 
@@ -98,12 +93,12 @@ def open_turns(
 
     Raises `PluginError` if the folder where jobs meet is another user's, or cannot be made.
     """
-    folder = device_folder(share, _shared_as(device, rank))
+    folder = device_folder(share, _shared_as(device, wire.rank))
     turn = _turns.get(folder)
     if turn is None:
-        tickets = Tickets(folder, f"rank {rank} of {size}")
+        tickets = Tickets(folder, f"rank {wire.rank} of {wire.size}")
         queued = None if device.type == "cpu" else partial(_queued, device)
-        _turns[folder] = turn = Turn(tickets, timeout_s=timeout_s, queued=queued)
+        _turns[folder] = turn = Turn(tickets, timeout_s=wire.timeout_s, queued=queued)
     return ModelTurns(turn, look)
 
 

@@ -239,9 +239,10 @@ class Updates:
         for other in self.bundles:
             if other is bundle or other.state is not BundleState.OWED:
                 continue
-            if self._sending.have_come(bundle.chunks):
+            if not self._sending.outstanding(bundle.chunks):
                 return
-            here = [chunk for chunk in other.chunks if self._sending.have_come([chunk])]
+            late = set(self._sending.outstanding(other.chunks))
+            here = [chunk for chunk in other.chunks if chunk not in late]
             self._sending.wait(here, "step")
             # A signal handler may have been quicker.
             if here and other.state is BundleState.OWED:
@@ -278,7 +279,7 @@ class Updates:
         if not left:
             bundle.chunks.clear()
         self._meter.updated(bundle.slots[0].name, 1, began_ns)
-        return [slot for debt in debts for slot in debt.slots]
+        return list(slots)
 
     def apply_all(self, by: str = "flush") -> None:
         """Nothing is owed any more."""

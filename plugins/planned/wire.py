@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 import torch
@@ -109,7 +110,6 @@ class GroupWire:
         self.has_streams = device.type == "cuda"
         self.sees_ends = not self.has_streams
         self._data = data
-        self._control = control
         self.levels = 1 if sums is None else 2
         parts = () if sums is None else sums.groups
         self._groups = [*dict.fromkeys((data, control, *others, *parts))]
@@ -117,15 +117,10 @@ class GroupWire:
         self.start: Callable[..., Any] = data.all_reduce if sums is None else sums.start
         self.exchange = data.exchange
         self.all_to_all = data.all_to_all
-
-    def start_largest(self, numbers: torch.Tensor) -> Any:
-        return self._control.largest(numbers)
-
-    def wait(self, work: Any, task: str) -> None:
-        self._data.wait(work, task=task)
-
-    def wait_left(self, works: Iterable[Any]) -> None:
-        self._data.wait_left(works)
+        self.start_largest = control.largest
+        self.wait = data.wait
+        self.wait_left = data.wait_left
+        self.leave_note = data.leave_note
 
     def stream(self) -> int:
         if self._device.type != "cuda":
@@ -136,9 +131,6 @@ class GroupWire:
     def timeout(self, message: str) -> SchedulerTimeout:
         """The error of a wait that outlived its deadline."""
         return SchedulerTimeout(message + self._data.note(), rank=self.rank)
-
-    def leave_note(self, text: str) -> None:
-        self._data.leave_note(text)
 
     def abort(self) -> None:
         for group in self._groups:
@@ -180,3 +172,20 @@ class _Ended:
         future: torch.futures.Future[None] = torch.futures.Future()
         future.set_result(None)
         return future
+
+
+@dataclass(frozen=True, eq=False)
+class Partition:
+    """A division of all ranks into groups, each of which sums its gradients alone.
+
+    All ranks have the same ones in the same order, but groups of their own.
+    """
+
+    #: the ranks of the group that this rank is in
+    members: tuple[int, ...]
+    #: of that group among all of the partition
+    place: int
+    #: how many there are
+    groups: int
+    #: what sums over that group
+    wire: Summing

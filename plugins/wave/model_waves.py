@@ -19,8 +19,7 @@ from bytesched.errors import PluginError, SchedulerClosed
 from bytesched.link.sizes import RULES
 from bytesched.log import show
 
-from ..c10d.carrying import broadcast
-from ..c10d.joining import joining
+from ..c10d.joining import broadcast, joining
 from ..dependency.failures import Progress
 from ..warmup.agree import settings
 from .cutting import cut, refuse_uncuttable

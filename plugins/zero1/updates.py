@@ -16,8 +16,8 @@ from ..dependency.failures import Failures
 from ..figures.meter import Meter
 from ..planned.buckets import Member, make_changes
 from ..planned.bundles import Bundle, Debt, Slot
-from ..planned.rounds import OpenUpdates
 from ..planned.sending import Sending
+from ..planned.terms import OpenUpdates
 from ..planned.updates import Updates
 from ..planned.wire import Exchanging
 from ..proxies.pending import PendingParameter, synchronize_now

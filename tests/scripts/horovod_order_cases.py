@@ -36,7 +36,7 @@ def planning_of(model: nn.Module) -> Any:
     """The plan of the session of ``model``."""
     session = session_of(model)
     assert isinstance(session, HookedSession)
-    return session._rounds.planning
+    return session.planning
 
 
 def train_in_phases() -> None:

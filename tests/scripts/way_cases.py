@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from pathlib import Path
+from statistics import median_low
 from types import FrameType
 from typing import Any
 
@@ -14,11 +15,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 import bytesched
 
-#: two models, one with as many chunks more
-_CHUNKS = 16
+#: two models, one with as many chunks more, and as many bundles
+_CHUNKS = 32
 _WIDTH = 32
-#: rounds before the one that is followed: by then there is a plan
+#: rounds before those that are followed: by then there is a plan
 _SETTLED = 40
+#: rounds that are followed: what few of them call is chance
+_FOLLOWED = 5
 _OURS = Path(bytesched.__file__).parent
 
 
@@ -51,18 +54,22 @@ def _called(chunks: int, *, in_ddp: bool) -> Counter[tuple[str, str]]:
 
     for _ in range(_SETTLED):
         train()
-    calls: Counter[tuple[str, str]] = Counter()
+    calls: Counter[tuple[str, str]]
 
     def profile(frame: FrameType, event: str, _: object) -> None:
         path = Path(frame.f_code.co_filename)
         if event == "call" and path.is_relative_to(_OURS):
             calls[str(path.relative_to(_OURS)), frame.f_code.co_name] += 1
 
-    sys.setprofile(profile)
-    try:
-        train()
-        model(inputs)
-    finally:
-        sys.setprofile(None)
+    followed: list[Counter[tuple[str, str]]] = []
+    for _ in range(_FOLLOWED):
+        followed.append(calls := Counter())
+        sys.setprofile(profile)
+        try:
+            train()
+            model(inputs)
+        finally:
+            sys.setprofile(None)
     bytesched.unwrap(optimizer)
-    return calls
+    names = {name for calls in followed for name in calls}
+    return Counter({name: median_low([calls[name] for calls in followed]) for name in names})

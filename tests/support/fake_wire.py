@@ -31,6 +31,7 @@ from bytesched.plugins.planned.cutting import cut_whole
 from bytesched.plugins.planned.ddp_session import DdpSession
 from bytesched.plugins.planned.hooked_session import HookedSession
 from bytesched.plugins.planned.reducer import renew
+from bytesched.plugins.planned.terms import Terms
 from bytesched.plugins.planned.wire import HOST
 from bytesched.plugins.proxies.pending import PendingParameter
 from bytesched.plugins.proxies.pending_grads import PendingGrad
@@ -245,37 +246,23 @@ class Run:
             return
         config = Config(policy=self.policy, timeout_s=self.timeout_s, compression=self.compression)
         setting = Setting(self.chunk_bytes, 2 * self.chunk_bytes)
-        observers = Observers(self.observers)
+        terms = Terms(self.slots, config, self.wire, Observers(self.observers), setting)
         self.session: Any
         if self.is_plain:
-            self.session = HookedSession(
-                self.model,
-                self.slots,
-                config,
-                self.wire,
-                observers,
-                setting=setting,
-                divisor=self.wire.size,
-                sync=lambda: True,
-                find_unused=False,
-            )
+            self.session = HookedSession(self.model, terms, sync=lambda: True, find_unused=False)
         else:
             self.session = DdpSession(
                 self.model,
                 self.model,
-                self.slots,
-                config,
-                self.wire,
-                observers,
+                terms,
                 cut=partial(cut_whole, chunk_bytes=self.chunk_bytes),
-                setting=setting,
             )
         self.session.add_optimizer(self.optimizer, type(self.optimizer), cross=self.cross)
         if self.order is not None:
             self.order.names.append(self._names)
             self.order.slots += self.slots
             self.order.may_copy.append(lambda: self.session.source.phase.name == "COMPLETE")
-            rounds: Any = self.session._rounds
+            rounds = self.session
             rounds.round_ends = partial(self._round_ends, self.order, rounds.round_ends)
             if (coding := rounds.sending._coding) is not None:
                 coding.decode = self.order.bringing()(coding.decode)
@@ -301,7 +288,7 @@ class Run:
 
     def plan_when_settled(self, plan: Callable[[int], list[int]]) -> None:
         """Once DDP's buckets stay, chunks are issued in an order that is made of their number."""
-        rounds: Any = self.session._rounds
+        rounds = self.session
         begins = rounds.round_begins
 
         def round_begins() -> None:

@@ -19,6 +19,7 @@ from bytesched.observe import Observers
 from bytesched.plugins.planned.beginning import add_optimizer, slots_of, why_whole
 from bytesched.plugins.planned.bundles import Slot
 from bytesched.plugins.planned.hooked_session import HookedSession
+from bytesched.plugins.planned.terms import Terms
 from bytesched.plugins.planned.wire import HOST
 from bytesched.plugins.proxies.passes import watch_passes
 from bytesched.tunable import Setting
@@ -102,12 +103,13 @@ class Loopback:
         kind_of_session = HookedSession if len(self.wires) == 1 else _ThreadSession
         session = kind_of_session(
             model,
-            slots_of(model, optimizer, kind=Slot),
-            config,
-            self.wires[rank],
-            Observers() if observers is None else observers,
-            setting=Setting(partition_bytes, credit_bytes, config.policy),
-            divisor=len(self.wires),
+            Terms(
+                slots_of(model, optimizer, kind=Slot),
+                config,
+                self.wires[rank],
+                Observers() if observers is None else observers,
+                Setting(partition_bytes, credit_bytes, config.policy),
+            ),
             sync=lambda: True,
             find_unused=find_unused,
         )

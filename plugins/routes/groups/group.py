@@ -182,7 +182,7 @@ class Group:
         """The reason that another rank left when it stopped, or nothing."""
         return self.notes.read()
 
-    def wait(self, work: Any, *, task: str = "") -> None:
+    def wait(self, work: Any, task: str = "") -> None:
         """Waits for the end of ``work``, a collective, whose failure is an error of ours."""
         try:
             self.complete(work)

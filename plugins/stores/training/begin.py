@@ -23,6 +23,7 @@ from bytesched.tunable import Setting
 
 from ...planned.beginning import add_optimizer, slots_of, stays_plain, why_whole
 from ...planned.bundles import Slot
+from ...planned.terms import Terms
 from ...update.separable import is_elementwise
 from ...warmup.agree import agree, statements
 from ..scheduled import ScheduledKVStore
@@ -106,24 +107,20 @@ def _begun(
     wire.broadcast([t.detach() for t in itertools.chain(model.parameters(), model.buffers())])
     if updates:
         _refuse_in_store(optimizer, slots, config)
-    observers = observers_of(wire, config)
-    setting = Setting(config.partition_bytes, config.credit_bytes, config.policy)
-    # The wire itself puts what is ready in order, so that there is nothing to plan.
-    config = replace(config, policy="fifo")
+    terms = Terms(
+        slots,
+        # The wire itself puts what is ready in order, so that there is nothing to plan.
+        replace(config, policy="fifo"),
+        wire,
+        observers_of(wire, config),
+        Setting(config.partition_bytes, config.credit_bytes, config.policy),
+    )
     session: StoreSession
     if updates:
-        session = UpdatedSession(model, slots, optimizer, config, wire, observers, setting=setting)
+        session = UpdatedSession(model, terms, optimizer, wire)
     else:
         session = StoreSession(
-            model,
-            slots,
-            config,
-            wire,
-            observers,
-            setting=setting,
-            divisor=wire.size,
-            sync=lambda: True,
-            find_unused=config.find_unused_parameters,
+            model, terms, sync=lambda: True, find_unused=config.find_unused_parameters
         )
     try:
         why = why_whole(model, optimizer, type(optimizer), config)

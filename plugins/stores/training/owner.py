@@ -14,8 +14,8 @@ from ...dependency.failures import Failures
 from ...figures.meter import Meter
 from ...planned.buckets import Bucket, Chunk, Member
 from ...planned.bundles import Bundle, Debt, Slot
-from ...planned.rounds import OpenUpdates
 from ...planned.sending import Sending
+from ...planned.terms import OpenUpdates
 from ...planned.updates import Updates
 from ...update.deferred import Deferred
 from ...update.stepping import why_now
@@ -31,7 +31,7 @@ def _nothing(*_: object, **__: object) -> None:
 
 
 class Owner:
-    """What one session has in its store (see `rounds.Owners`).
+    """What one session has in its store (see `terms.Owners`).
 
     Args:
         wire: with the store behind it.

@@ -8,20 +8,18 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Container, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
-from bytesched.config import Config
 from bytesched.errors import PluginError, UnusedParameterError
-from bytesched.observe import Observers
-from bytesched.tunable import Setting
 
 from ...planned.buckets import Bucket
-from ...planned.bundles import Slot
 from ...planned.hook_source import HookSource
 from ...planned.hooked_session import HookedSession
+from ...planned.terms import Terms
 from ...proxies.pending_grads import PendingGrad
 from .owner import Owner, owning
 from .state import gathered_state
@@ -109,9 +107,8 @@ class UpdatedSession(StoreSession):
     """The life of one model whose parameters the store updates.
 
     Args:
-        slots: its parameters, in registration order, the same on all workers.
         optimizer: the user's, of which only class, hyper-parameters and ``step()`` are used.
-        setting: the sizes in use, for figures.
+        wire: that of ``terms``.
     """
 
     source_kind: ClassVar[type[_UpdatedSource]] = _UpdatedSource
@@ -121,27 +118,17 @@ class UpdatedSession(StoreSession):
     def __init__(
         self,
         root: nn.Module,
-        slots: Sequence[Slot],
+        terms: Terms,
         optimizer: torch.optim.Optimizer,
-        config: Config,
         wire: StoreWire,
-        observers: Observers,
-        *,
-        setting: Setting,
     ) -> None:
         # It keeps the model, and so this session, alive.
         self._optimizer = weakref.ref(optimizer)
         super().__init__(
             root,
-            slots,
-            config,
-            wire,
-            observers,
-            setting=setting,
-            divisor=1,
+            replace(terms, divisor=1, open_updates=owning(wire)),
             sync=lambda: self._is_open,
             find_unused=False,
-            open_updates=owning(wire),
         )
         for handle in (
             optimizer.register_state_dict_post_hook(self._add_state),
@@ -162,12 +149,12 @@ class UpdatedSession(StoreSession):
     # -- forward and backward ----------------------------------------------------------
 
     def forward_ends(self) -> None:
-        """See `Forward`; the first one shows the order of chunks, collective then."""
+        """See `PlannedSession`; the first one shows the order of chunks, collective then."""
         super().forward_ends()
         if self._is_open or self._is_off:
             return
         self._gates.are_learned()
-        place = {id(slot): index for index, slot in enumerate(self._slots)}
+        place = {id(slot): index for index, slot in enumerate(self.slots)}
         used = [place[id(slot)] for bundle in self._updates.bundles for slot in bundle.slots]
         self.source.lay_out(list(reversed(self._wire.leaders(used, "order"))))
         self.owners.open(self.source.buckets)

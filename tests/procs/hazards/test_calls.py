@@ -65,7 +65,7 @@ def test_what_ddp_does_costs_few_calls_more(two_ranks: Ranks, layers: int) -> No
 
 @pytest.mark.slow
 @pytest.mark.procs
-@pytest.mark.parametrize(("in_ddp", "functions", "files"), [(True, 64, 22), (False, 66, 23)])
+@pytest.mark.parametrize(("in_ddp", "functions", "files"), [(True, 25, 11), (False, 30, 13)])
 @pytest.mark.one_in(2)
 def test_a_gradient_meets_few_functions(
     two_ranks: Ranks, in_ddp: bool, functions: int, files: int

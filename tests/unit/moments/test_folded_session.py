@@ -18,6 +18,7 @@ from bytesched.observe import Observers
 from bytesched.plugins.moments.folding import Accumulation
 from bytesched.plugins.moments.session import FoldedSession
 from bytesched.plugins.moments.slots import MomentSlot, stand_in
+from bytesched.plugins.planned.terms import Terms
 from bytesched.plugins.proxies.pending import PendingParameter
 from bytesched.tunable import Setting
 
@@ -34,12 +35,14 @@ class Folded:
         self.slots = [MomentSlot(*named) for named in self.model.named_parameters()]
         self.session = FoldedSession(
             self.model,
-            self.slots,
-            Config(policy="fifo"),
-            self.wire,
-            Observers(),
-            accumulation=Accumulation(self.optimizer, MICRO_BATCHES),
-            setting=Setting(bucket_bytes, 2 * bucket_bytes),
+            Terms(
+                self.slots,
+                Config(policy="fifo"),
+                self.wire,
+                Observers(),
+                Setting(bucket_bytes, 2 * bucket_bytes),
+            ),
+            Accumulation(self.optimizer, MICRO_BATCHES),
         )
         self.session.add_optimizer(self.optimizer, type(self.optimizer), cross=True)
 

@@ -13,10 +13,8 @@ from torch import nn
 from bytesched.plugins.dependency.failures import Failures
 from bytesched.plugins.planned.buckets import Bucket, Chunk
 from bytesched.plugins.planned.bundles import Slot
-from bytesched.plugins.planned.cutting import Cut
 from bytesched.plugins.planned.hook_source import HookSource
-from bytesched.plugins.planned.partition import Partition
-from bytesched.plugins.planned.wire import LoneWire
+from bytesched.plugins.planned.wire import LoneWire, Partition
 
 #: of two groups of two ranks this is in the second one; of four of one, in the last
 PAIRS = Partition((1, 3), 1, 2, FakeWire())
@@ -60,7 +58,6 @@ class Listening:
             self.wire,
             Failures(self.wire),
             [Slot(*named) for named in self.model.named_parameters()],
-            cut=lambda _, __, buffer: [Cut(buffer.numel())],
             bucket_bytes=bucket_bytes,
             divisor=4,
             find_unused=True,

@@ -103,7 +103,7 @@ class Rank:
         for index in coming:
             self.pass_to(clock, began_ns + ready_ms[index] * MS)
             ready.add(index)
-            plan.ready(self.chunks[index])
+            plan.ready([self.chunks[index]])
             while left and left[0] in ready:
                 chunk = self.chunks[left.pop(0)]
                 chunk.work = self.wire.start(chunk.sent)

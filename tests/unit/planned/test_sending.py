@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,13 +31,15 @@ def device() -> Iterator[None]:
 
 
 class Planned:
-    """An order, and what is told of chunks."""
+    """An order, and what is told of chunks: everything."""
+
+    measured = awaited = observers = SimpleNamespace(are_any=True)
 
     def __init__(self, order: Sequence[int] | None = None) -> None:
         self.order = order
         self.lasts: list[int] = []
 
-    def ready(self, chunk: Chunk) -> None:
+    def ready(self, chunks: Sequence[Chunk]) -> None:
         pass
 
     def waited(self, chunk: Chunk) -> None:

@@ -109,7 +109,7 @@ def test_observers_see_rounds(run_of: Make) -> None:
 
 def test_a_plan_comes_by_itself_and_changes_no_number(run_of: Make) -> None:
     run = run_of(8, policy="priority")
-    order = run.session._rounds.planning.order
+    order = run.session.planning.order
     assert sorted(order) == list(range(len(run.chunks)))
     sent = {id(chunk.sent): chunk.index for chunk in run.chunks}
     assert [sent[id(tensor)] for tensor in run.wire.started[-len(order) :]] == list(order)

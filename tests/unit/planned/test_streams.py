@@ -12,7 +12,7 @@ from torch import nn
 from bytesched.errors import PluginError
 from bytesched.plugins.planned.buckets import Bucket, Chunk
 from bytesched.plugins.planned.cutting import Cut
-from bytesched.plugins.planned.streams import Streams, refuse_capture
+from bytesched.plugins.planned.sending import Streams, refuse_capture
 
 
 @pytest.fixture(autouse=True)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +18,8 @@ CPU = torch.device("cpu")
 
 def opened(share: str, rank: int = 0) -> ModelTurns:
     """Of a model whose ranks have no error."""
-    return open_turns(share, CPU, rank=rank, size=2, timeout_s=100.0, look=lambda: None)
+    wire: Any = SimpleNamespace(rank=rank, size=2, timeout_s=100.0)
+    return open_turns(share, CPU, wire, lambda: None)
 
 
 @pytest.fixture
