@@ -106,10 +106,14 @@ _LOOKS_EVERY_S = 0.005
 #: how long the process waits, at its end, for what may block for ever
 _LAST_WAIT_S = 5.0
 
+#: nothing is done any more but what has begun
+_at_the_end = threading.Event()
+
 #: those that have not ended yet, and whether each has deadlines of its own
 _under_way: dict[object, bool] = {}
 # A child has none of the threads that end something.
 os.register_at_fork(after_in_child=_under_way.clear)
+os.register_at_fork(after_in_child=_at_the_end.clear)
 
 
 def end_when_gone(subject: object, end: Callable[[], None]) -> weakref.finalize[..., Any]:
@@ -151,13 +155,19 @@ def wait_for_ends() -> None:
 
 def wait_for_last() -> None:
     """Returns when all are over, or when only what may block for ever is left after a while."""
+    _at_the_end.set()
     wait_for_ends()
     deadline_s = time.monotonic() + _LAST_WAIT_S
     while _under_way:
         if time.monotonic() > deadline_s:
-            log.error("%d connections are not closed after %g s", len(_under_way), _LAST_WAIT_S)
+            log.error("%d parts have not ended after %g s", len(_under_way), _LAST_WAIT_S)
             return
         time.sleep(_LOOKS_EVERY_S)
+
+
+def is_at_the_end() -> bool:
+    """Whether the process ends, and only waits for what has begun."""
+    return _at_the_end.is_set() or not threading.main_thread().is_alive()
 
 
 def _wait_at_exit() -> None:

@@ -118,6 +118,8 @@ class Pipes:
         self._chunks: list[Chunk] = []
         #: what was begun and has not ended, with its memory
         self._begun: dict[CommTask, tuple[Work, Any]] = {}
+        # A section that held an order of all workers would hold all workers.
+        is_alone = pushes is None and announce is None
         events = EventThread()
 
         def scheduler(
@@ -138,7 +140,8 @@ class Pipes:
                 observers=observers,
                 events=events,
             )
-            URGENCY.join(made)
+            if is_alone:
+                URGENCY.join(made)
             return made
 
         self.pushes = scheduler("push", self._pushed, pushes, announce)
@@ -196,20 +199,23 @@ class Pipes:
         for work, _ in begun.values():
             work.set_exception(error)
 
-    def wait(self, work: Future[None], what: str, task: str = "") -> None:
+    def wait(
+        self, work: Future[None], what: str, task: str = "", timeout_s: float | None = None
+    ) -> None:
         """Returns when ``work`` has ended; raises its error, or SchedulerTimeout."""
+        timeout_s = timeout_s or self.timeout_s
         if URGENCY.is_held and not work.done():
             with URGENCY.waiting():
-                self._wait(work, what, task)
+                self._wait(work, what, task, timeout_s)
         else:
-            self._wait(work, what, task)
+            self._wait(work, what, task, timeout_s)
 
-    def _wait(self, work: Future[None], what: str, task: str) -> None:
+    def _wait(self, work: Future[None], what: str, task: str, timeout_s: float) -> None:
         try:
-            error = work.exception(self.timeout_s)
+            error = work.exception(timeout_s)
         except TooLate:
             raise SchedulerTimeout(
-                f"waited {self.timeout_s:g} s for {what}",
+                f"waited {timeout_s:g} s for {what}",
                 task=task,
                 rank=self._rank,
                 story=self.story(),

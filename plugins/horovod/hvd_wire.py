@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import threading
 import time
 from collections.abc import Iterable
 from ctypes import c_float
@@ -17,7 +16,7 @@ import torch
 from bytesched.environment import horovod_cache_capacity
 from bytesched.errors import TransportError
 
-from ..ending import end_soon
+from ..ending import end_soon, is_at_the_end
 from ..planned.clocks import PROBE
 from ..planned.source import Source
 from ..planned.wire import HOST
@@ -202,11 +201,10 @@ class HorovodWire:
         def announce_rest() -> None:
             deadline_s = time.monotonic() + self.timeout_s
             # In a process that is ending, the others hear of that.
-            while main.is_alive() and time.monotonic() < deadline_s and not announce():
+            while not (is_at_the_end() or time.monotonic() > deadline_s or announce()):
                 time.sleep(_END_NAP_S)
 
-        main = threading.main_thread()
-        if not announce() and main.is_alive():
+        if not announce() and not is_at_the_end():
             end_soon(announce_rest, 0.0)
 
     def _is_under_way(self, key: str, end: torch.Tensor) -> bool:

@@ -173,6 +173,8 @@ class ReducerSource(Source):
     def backward_begins(self, parameters: Sequence[nn.Parameter]) -> None:
         """See `Source`."""
         super().backward_begins(parameters)
+        # The last pass may have failed.
+        self._ended_inside = []
         if not self._holds_gradients or not self._divisor & (self._divisor - 1):
             return
         storages = {bucket.buffer.untyped_storage().data_ptr() for bucket in self.buckets}

@@ -29,5 +29,6 @@ def limited(call: Callable[[], T], timeout_s: float, late: Callable[[], Exceptio
         return ended.result(timeout_s)
     except TooLate:
         if ended.done():
-            raise
+            # In between; or it has raised the same.
+            return ended.result()
         raise late() from None

@@ -136,6 +136,10 @@ def takes_one_step_more(timeout_s: float) -> None:
     script = Script()
     wrap(script.optimizer, script.ddp, timeout_s=timeout_s)
     script.train(STEPS + dist.get_rank())
+    if dist.get_rank() == 1:
+        signals().set("rank 1 has stepped")
+    else:
+        signals().wait("rank 1 has stepped")
 
 
 def trains_in_a_child(wrapped: bool) -> None:

@@ -90,7 +90,7 @@ def test_what_blocks_does_not_hold_the_process(
     ending.end_soon(partial(_wait, never), 0.0)
     ending.wait_for_ends()
     ending.wait_for_last()
-    assert "1 connections are not closed after 0 s" in caplog.text
+    assert "1 parts have not ended after 0 s" in caplog.text
     never.set()
     monkeypatch.undo()
     ending.wait_for_last()

@@ -136,7 +136,8 @@ class StoreWire:
 
     def sum(self, tensor: torch.Tensor, key: str) -> None:
         """Sums ``tensor`` over the workers, in place; collective."""
-        self.wait(self.start(tensor, key), key)
+        # A store with the same limit says first what went wrong.
+        self._pipes.wait(self.start(tensor, key), "the store", key, 2 * self.timeout_s)
 
     def is_same(self, text: str) -> bool:
         """Whether all workers have the same ``text``; collective."""

@@ -13,6 +13,7 @@ from together import TIMEOUT_S, together
 from bytesched.config import Config
 from bytesched.errors import SchedulerTimeout, TransportError
 from bytesched.kvstore import Ended, Key, LocalKVStore
+from bytesched.kvstore.pipes import Pipes
 from bytesched.plugins.stores.training.wire import StoreWire
 from bytesched.urgency import urgent
 
@@ -109,6 +110,8 @@ def test_a_wait_has_an_end_and_says_what_for(held: tuple[Held, StoreWire]) -> No
     _, wire = held
     with pytest.raises(SchedulerTimeout, match=r"waited 0\.2 s for the store \(task layer"):
         wire.wait(wire.start(torch.zeros(4), "0 of 4"), "layer")
+    with pytest.raises(SchedulerTimeout, match=r"waited 0\.4 s for the store \(task 1 of 4"):
+        wire.sum(torch.zeros(4), "1 of 4")
 
 
 def test_an_error_ends_all_that_is_under_way_and_all_that_follows() -> None:
@@ -132,3 +135,12 @@ def test_who_waits_in_an_urgent_section_lets_chunks_go() -> None:
     with urgent("a section"):
         wire.wait(wire.start(torch.ones(4), "0 of 4"), "a chunk")
     wire.close()
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_a_section_holds_no_order_of_all_workers(is_shared: bool) -> None:
+    announce = (lambda tasks: None) if is_shared else None
+    pipes = Pipes(LocalKVStore(), policy="fifo", credit_bytes=1, timeout_s=10.0, announce=announce)
+    with urgent("a section"):
+        assert ("held" in repr(pipes.pushes)) is not is_shared
+    pipes.close()
