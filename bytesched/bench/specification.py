@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 from bytesched.bench.profile import Profile, load_profile, shipped_profiles
 from bytesched.bench.systems import (
@@ -22,10 +20,8 @@ from bytesched.bench.systems import (
 )
 from bytesched.environment import RankView
 from bytesched.errors import ConfigError
-from bytesched.parser import CommandParser
+from bytesched.parser import CommandParser, NumberT, within
 from bytesched.values import nearest
-
-NumberT = TypeVar("NumberT", int, float)
 
 MODELS: Final = ("gpt", "vgg", "resnet")
 CONTROLLERS: Final = {"gloo": "Gloo", "mpi": "MPI"}
@@ -62,19 +58,6 @@ def batches(text: str) -> list[int]:
         raise argparse.ArgumentTypeError(f"{text!r}: whole numbers, as 8 or 4,8,16") from None
 
 
-def _within(least: NumberT, most: NumberT) -> Callable[[str], NumberT]:
-    """A parser of numbers of this kind, from ``least`` to ``most``."""
-
-    def parse(text: str) -> NumberT:
-        with suppress(ValueError):
-            number = type(least)(text)
-            if least <= number <= most:
-                return number
-        raise argparse.ArgumentTypeError(f"{text}: expected from {least:g} to {most:g}")
-
-    return parse
-
-
 def _option(default: Any, sign: str, meaning: str, /, **how: Any) -> Any:
     """A field that is an option; its metadata is what argparse is told.
 
@@ -85,7 +68,7 @@ def _option(default: Any, sign: str, meaning: str, /, **how: Any) -> Any:
 
 
 def _number(default: Any, least: NumberT, most: NumberT, sign: str, meaning: str) -> Any:
-    return _option(default, sign, meaning, type=_within(least, most))
+    return _option(default, sign, meaning, type=within(least, most))
 
 
 _MOST: Final = 1_000_000
