@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from functools import partial
 from time import perf_counter_ns
 from typing import Any, ClassVar, Final
@@ -223,63 +223,69 @@ class Updates:
             if bundle.state is BundleState.OWED:
                 self._failures.check()
                 with waiting():
-                    self._update_others(bundle)
+                    while self._sending.outstanding(bundle.chunks) and self._update(self._come()):
+                        pass
                     self._sending.wait(bundle.chunks, by)
                     if bundle.state is BundleState.OWED:
-                        self._update(bundle, bundle.chunks.keys())
+                        self._update({**self._come(), bundle: bundle.chunks.keys()})
             release_all(self._held(bundle.slots))
         finally:
             self.lock.release()
 
-    def _update_others(self, bundle: Bundle) -> None:
-        """While the sums of ``bundle`` are on their way: what is owed elsewhere, and has come."""
-        if self._sending.has_streams:
-            # A device waits, and the host does not.
-            return
-        for other in self.bundles:
-            if other is bundle or other.state is not BundleState.OWED:
-                continue
-            if not self._sending.outstanding(bundle.chunks):
-                return
-            late = set(self._sending.outstanding(other.chunks))
-            here = [chunk for chunk in other.chunks if chunk not in late]
-            self._sending.wait(here, "step")
-            # A signal handler may have been quicker.
-            if here and other.state is BundleState.OWED:
-                made = self._update(other, dict.fromkeys(here).keys())
-                release_all(self._held(made))
+    def _come(self) -> dict[Bundle, Set[Sent]]:
+        """What is owed, with the sums of it that are here: one call costs less than one for each.
 
-    def _update(self, bundle: Bundle, here: Set[Sent]) -> list[Slot]:
-        """Makes what is owed by ``bundle`` and needs nothing but ``here``; returns whose."""
+        Where a device waits, and the host does not, nothing is.
+        """
+        here: dict[Bundle, Set[Sent]] = {}
+        if self._sending.has_streams:
+            return here
+        for bundle in self.bundles:
+            if bundle.state is BundleState.OWED:
+                late = set(self._sending.outstanding(bundle.chunks))
+                if come := {chunk: None for chunk in bundle.chunks if chunk not in late}:
+                    self._sending.wait(come, "step")
+                    here[bundle] = come.keys()
+        # A signal handler may have been quicker.
+        return {bundle: come for bundle, come in here.items() if bundle.state is BundleState.OWED}
+
+    def _update(self, parts: Mapping[Bundle, Set[Sent]]) -> bool:
+        """Makes what is owed by each bundle and needs nothing but these sums; whether it did."""
         began_ns = perf_counter_ns()
-        debts, left = bundle.split(here)
-        if not debts:
-            return []
-        bundle.state = BundleState.RUNNING
+        due: list[Debt] = []
+        left: dict[Bundle, list[Debt]] = {}
+        for bundle, here in parts.items():
+            debts, rest = bundle.split(here)
+            if debts:
+                due += debts
+                left[bundle] = rest
+        if not due:
+            return False
+        for bundle in left:
+            bundle.state = BundleState.RUNNING
         self._is_running = True
         try:
             with span("bytesched::update"), self._sending.alone():
-                slots = {slot: None for debt in debts for slot in debt.slots}
+                slots = {slot: None for debt in due for slot in debt.slots}
                 make_changes([slot.member for slot in slots if slot.member is not None])
-                #: each step by itself, with all of its groups
-                calls: dict[Update, list[tuple[dict[str, Any], list[Slot]]]] = {}
-                for debt in debts:
-                    calls.setdefault(debt.by, []).append((debt.hyperparameters, debt.slots))
-                for by, groups in calls.items():
+                for by, groups in _calls(due):
                     by(groups)
         except BaseException as error:
             # What was updated and what was not is not known any more.
             self._failures.fail(error, is_raised=True)
-            bundle.state = BundleState.OWED
+            for bundle in left:
+                bundle.state = BundleState.OWED
             raise
         finally:
             self._is_running = False
-        bundle.debts = left
-        bundle.state = BundleState.OWED if left else BundleState.FREE
-        if not left:
-            bundle.chunks.clear()
-        self._meter.updated(bundle.slots[0].name, 1, began_ns)
-        return list(slots)
+        for bundle, rest in left.items():
+            bundle.debts = rest
+            bundle.state = BundleState.OWED if rest else BundleState.FREE
+            if not rest:
+                bundle.chunks.clear()
+        release_all(self._held(slots))
+        self._meter.updated(next(iter(left)).slots[0].name, len(left), began_ns)
+        return True
 
     def apply_all(self, by: str = "flush") -> None:
         """Nothing is owed any more."""
@@ -314,6 +320,18 @@ class Updates:
 
     def __repr__(self) -> str:
         return f"<Updates: {self.owed} of {len(self.bundles)} bundles owed>"
+
+
+def _calls(
+    debts: Iterable[Debt],
+) -> Iterable[tuple[Update, list[tuple[dict[str, Any], list[Slot]]]]]:
+    """Each step by itself, with all of its groups."""
+    steps: dict[Update, dict[int, tuple[dict[str, Any], list[Slot]]]] = {}
+    for debt in debts:
+        groups = steps.setdefault(debt.by, {})
+        taken = debt.hyperparameters
+        groups.setdefault(id(taken), (taken, []))[1].extend(debt.slots)
+    return [(by, list(groups.values())) for by, groups in steps.items()]
 
 
 def _increment_versions(parameters: list[nn.Parameter]) -> None:
