@@ -2,6 +2,7 @@
 
 The scheduler's own core runs on measured times in place of a clock: its policy chooses among the
 chunks that are ready each time that the credit lets one go, and a modelled link returns the credit.
+Of the orders of several rounds that one is taken which all of these rounds have least to wait with.
 Equal numbers give equal orders: ties go by index, and nothing here depends on the rank.
 """
 
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from typing import Final
 
@@ -21,24 +22,32 @@ from bytesched.task import CommTask
 
 __all__ = [
     "CONCURRENT",
-    "MEASURED",
-    "PATIENCE",
     "ChunkTimes",
     "Link",
+    "Planner",
     "exposed_s",
     "gate_times",
+    "is_measured",
     "plan_order",
 ]
 
-#: rounds of a layout that are measured; each is followed by one in which nothing is
-MEASURED: Final = (1, 5, 13, 29, 61, 125, 253, 509)
 #: measured iterations of a plan that have to be slower than without it, before it is left
-PATIENCE: Final = 2
+_PATIENCE: Final = 2
+#: rounds that a plan is made for
+_ROUNDS: Final = 4
+#: How many times as slow as measured the link may be, which no round tells: where it is, what is
+#: ready last and needed first is behind what could have waited.
+_SLOWER: Final = (1.0, 1.25, 1.6)
 #: collectives that Gloo has under way at a time: it starts them in order
 CONCURRENT: Final = 2
 
 #: from which `Foreseen` learns
 _LEARNED_ROUNDS: Final = 3
+
+
+def is_measured(number: int) -> bool:
+    """Whether the round of this ``number`` of a layout is, from 1 on; between two one is not."""
+    return number > 0 and (number + 3) & (number + 2) == 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +81,77 @@ class Link:
     def alone_s(self, nbytes: int) -> float:
         """How long a chunk takes while no other one is under way."""
         return self.seconds_per_chunk + self.seconds_per_byte * nbytes
+
+
+class Planner:
+    """What was measured of one layout of chunks, and the order that is planned from it.
+
+    Args:
+        policy, credit_bytes: as for `plan_order`.
+    """
+
+    def __init__(self, policy: str, credit_bytes: int) -> None:
+        self._policy = policy
+        self._credit_bytes = max(1, credit_bytes)
+        #: the latest rounds, and the orders that were planned for each of them
+        self._rounds: deque[tuple[Sequence[ChunkTimes], Link]] = deque(maxlen=_ROUNDS)
+        self._orders: deque[list[list[int]]] = deque(maxlen=_ROUNDS)
+        #: the latest iteration in which chunks were sent as they became ready
+        self._as_ready_s = inf
+        #: the latest ones in which they were sent as planned
+        self._as_planned_s: deque[float] = deque(maxlen=_PATIENCE)
+
+    def measured(
+        self, chunks: Sequence[ChunkTimes], link: Link, iteration_s: float, *, is_planned: bool
+    ) -> list[int] | None:
+        """The order from now on; None: as chunks become ready, as a plan was slower than that.
+
+        Args:
+            iteration_s: of iterations like that of the measured round.
+            is_planned: whether that was sent as planned.
+        """
+        if is_planned:
+            self._as_planned_s.append(iteration_s)
+        else:
+            self._as_ready_s = iteration_s
+            self._as_planned_s.clear()
+        if len(self._as_planned_s) == _PATIENCE and min(self._as_planned_s) > self._as_ready_s:
+            # Chunks come later than the plan has them: it keeps others waiting for nothing.
+            return None
+        return self.planned(chunks, link)
+
+    def planned(self, chunks: Sequence[ChunkTimes], link: Link) -> list[int]:
+        """The same for a round that is only expected."""
+        self._rounds.append((chunks, link))
+        self._orders.append([self._order(chunks, link, slower) for slower in _SLOWER])
+        orders = [order for some in self._orders for order in some]
+        return min(orders, key=lambda order: sum(_waited_s(order, *each) for each in self._rounds))
+
+    def _order(self, chunks: Sequence[ChunkTimes], link: Link, slower: float) -> list[int]:
+        slow = replace(link, seconds_per_byte=slower * link.seconds_per_byte)
+        return plan_order(chunks, slow, policy=self._policy, credit_bytes=self._credit_bytes)
+
+
+def _waited_s(order: Sequence[int], chunks: Sequence[ChunkTimes], link: Link) -> float:
+    """How long the next forward pass waits, about: one chunk after the other.
+
+    Between two gates it takes half as long as backward does, as nothing else is known of it.
+    """
+    issued_s = free_s = -inf
+    there_s: dict[int, float] = {}
+    complete_s: dict[int, float] = {}
+    for chunk in (chunks[index] for index in order):
+        issued_s = max(issued_s, chunk.ready_s)
+        free_s = max(free_s, issued_s) + link.alone_s(chunk.nbytes)
+        there_s[chunk.gate] = free_s
+        complete_s[chunk.gate] = max(chunk.ready_s, complete_s.get(chunk.gate, -inf))
+    now_s = last_s = _forward_s(chunks)
+    waited_s = 0.0
+    for gate in sorted(there_s):
+        now_s += max(0.0, last_s - complete_s[gate]) / 2
+        waited_s += max(0.0, there_s[gate] - now_s)
+        now_s, last_s = max(now_s, there_s[gate]), complete_s[gate]
+    return waited_s
 
 
 def plan_order(

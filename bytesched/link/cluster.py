@@ -14,7 +14,7 @@ from itertools import accumulate
 from math import inf
 from typing import Final
 
-from bytesched.ahead import CONCURRENT, MEASURED, PATIENCE, ChunkTimes, Link, plan_order
+from bytesched.ahead import CONCURRENT, ChunkTimes, Link, Planner, is_measured
 from bytesched.link.fabric import Fabric
 
 __all__ = ["ITERATIONS", "Bundle", "Cluster", "Gather", "Job", "Work"]
@@ -99,9 +99,7 @@ class Cluster:
         #: when the last forward pass has ended
         self._ended_s = 0.0
         self._links_free_s = 0.0
-        #: the latest measured iteration without a plan, and the latest ones with it
-        self._as_ready_s = inf
-        self._as_planned_s: deque[float] = deque(maxlen=PATIENCE)
+        self._planner = Planner(work.policy, work.credit_bytes)
 
     def iterate(self) -> float:
         """When one more iteration ends, which begins where the last one did."""
@@ -115,7 +113,7 @@ class Cluster:
             for bundle in work.bundles
         ]
         self._ended_s = self._forward(stepped_s, updated_s)
-        if work.is_planned and work.policy != "fifo" and self._iteration in MEASURED:
+        if work.is_planned and work.policy != "fifo" and is_measured(self._iteration):
             ready_s = [released_s[job.layer] for job in work.jobs]
             self._plan(ready_s, busy_s, self._ended_s - began_s)
         self._iteration += 1
@@ -145,16 +143,8 @@ class Cluster:
 
     def _plan(self, ready_s: Sequence[float], busy_s: float, iteration_s: float) -> None:
         """The order from now on, of what was measured in an iteration."""
-        if self.order is self._as_ready:
-            self._as_ready_s = iteration_s
-            self._as_planned_s.clear()
-        else:
-            self._as_planned_s.append(iteration_s)
-        if len(self._as_planned_s) == PATIENCE and min(self._as_planned_s) > self._as_ready_s:
-            self.order = self._as_ready
-            return
         jobs, first_s = self.work.jobs, min(ready_s)
-        self.order = plan_order(
+        order = self._planner.measured(
             [
                 ChunkTimes(job.nbytes, at_s - first_s, job.gate)
                 for job, at_s in zip(jobs, ready_s, strict=True)
@@ -164,9 +154,10 @@ class Cluster:
                 0.0,
                 CONCURRENT if self.fabric.overlaps else 1,
             ),
-            policy=self.work.policy,
-            credit_bytes=max(1, self.work.credit_bytes),
+            iteration_s,
+            is_planned=self.order is not self._as_ready,
         )
+        self.order = self._as_ready if order is None else order
 
     def _forward(self, stepped_s: float, updated_s: Sequence[float]) -> float:
         """When the forward pass has ended."""

@@ -14,12 +14,13 @@ from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from functools import partial
 from math import inf, isfinite
+from statistics import median
 from time import perf_counter_ns
 from typing import Any, Final
 
 import torch
 
-from bytesched.ahead import CONCURRENT, MEASURED, PATIENCE, ChunkTimes, Link, plan_order
+from bytesched.ahead import CONCURRENT, ChunkTimes, Link, Planner, is_measured
 from bytesched.observe import Observers
 
 from .buckets import Bucket, Chunk
@@ -34,6 +35,8 @@ __all__ = ["PLANNED_AGAIN_IN", "PLANNED_IN", "Planning", "Stage", "first_gates"]
 #: one whose gradients were measured in another
 PLANNED_IN: Final = 4
 PLANNED_AGAIN_IN: Final = 2
+#: whose median tells how long one takes
+_ITERATIONS: Final = 8
 
 _S: Final = 1e9
 
@@ -97,6 +100,7 @@ class Planning:
         self.observers = observers
         self._policy = policy
         self._credit_bytes = credit_bytes
+        self._planner = Planner(policy, credit_bytes)
         self.gate_of = gate_of
         self.stage = Stage.NEW
         #: indices of chunks as they are issued; None: as they become ready
@@ -116,14 +120,11 @@ class Planning:
         self._wants_probe = False
         self._probe: Any = None
         self._round_began_ns = 0
-        self._iteration_ns = 0
+        #: the latest iterations that were sent as the last one was
+        self._iterations_ns: deque[int] = deque(maxlen=_ITERATIONS)
         #: what the ranks tell each other, and the work
         self._told: torch.Tensor | None = None
         self._telling: Any = None
-        #: the latest iteration in which chunks were sent as they became ready, of the slowest rank
-        self._as_ready_s = inf
-        #: the latest ones in which they were sent as planned
-        self._as_planned_s: deque[float] = deque(maxlen=PATIENCE)
         #: for how long something is under way in a round
         self.busy_ns = 0
         #: what the ranks have told last of chunks, by index, and of the carrier
@@ -135,6 +136,8 @@ class Planning:
     def forget(self) -> None:
         """The buckets are others from now on."""
         self.stage, self.order, self._rounds = Stage.NEW, None, 0
+        self._planner = Planner(self._policy, self._credit_bytes)
+        self._iterations_ns.clear()
         self._chunks.clear()
         self.awaited.clear()
         self._times = []
@@ -161,7 +164,8 @@ class Planning:
     def round_begins(self) -> None:
         """The first chunk of a round is ready."""
         now_ns = perf_counter_ns()
-        self._iteration_ns = now_ns - self._round_began_ns
+        if self._round_began_ns:
+            self._iterations_ns.append(now_ns - self._round_began_ns)
         self._round_began_ns = now_ns
         if self._wants_probe:
             self._wants_probe = False
@@ -171,7 +175,7 @@ class Planning:
             self.measured = _Round(None)
         elif self.stage is Stage.ALIKE:
             self._rounds += 1
-            if self._rounds in MEASURED:
+            if is_measured(self._rounds):
                 # Whatever this rank knows: the others go on with it.
                 common = self._common[0] if self._common else None
                 self.measured, self.stage = _Round(common), Stage.MEASURING
@@ -272,13 +276,13 @@ class Planning:
             if not is_alike:
                 self._times = []
             elif self._times:
-                self._make_order()
+                self._propose(self._planner.planned(self._times, self._link))
         elif self.stage is Stage.TELLING:
             self._plan(told)
         elif self.stage is Stage.AGREEING:
             self.stage = Stage.ALIKE
             if told[0] == -told[1]:
-                self.order = self._planned
+                self._adopt(self._planned)
 
     # -- the plan ----------------------------------------------------------------------
 
@@ -320,7 +324,7 @@ class Planning:
             *(seconds(measured.common, measured.ready[index]) for index in chunks),
             *gates,
             seconds_per_byte,
-            self._iteration_ns / _S,
+            median(self._iterations_ns) / _S if self._iterations_ns else 0.0,
         ]
 
     def _plan(self, told: Sequence[float]) -> None:
@@ -337,11 +341,6 @@ class Planning:
             1e-6 / max(seconds_per_byte, 1e-12),
             "as ready" if self.order is None else "as planned",
         )
-        if self.order is None:
-            self._as_ready_s = iteration_s
-            self._as_planned_s.clear()
-        else:
-            self._as_planned_s.append(iteration_s)
         indices = sorted(self._chunks)
         self._times = [
             ChunkTimes(self._chunks[index].sent.nbytes, ready, -int(gate))
@@ -351,24 +350,24 @@ class Planning:
             members = self._chunks[index].bucket.members
             self._ready_s.update({id(member.parameter): ready for member in members})
         self._link = Link(seconds_per_byte, 0.0, CONCURRENT if self._wire.sees_ends else 1)
-        if len(self._as_planned_s) == PATIENCE and min(self._as_planned_s) > self._as_ready_s:
-            # Chunks come later than the plan has them: it keeps others waiting for nothing.
-            self.order = None
-            return
-        self._make_order()
+        is_planned = self.order is not None
+        order = self._planner.measured(self._times, self._link, iteration_s, is_planned=is_planned)
+        if order is None:
+            self._adopt(None)
+        else:
+            self._propose(order)
 
-    def _make_order(self) -> None:
-        """From what is known of chunks: to be adopted when the ranks have agreed on it."""
+    def _propose(self, order: Sequence[int]) -> None:
+        """To be adopted when the ranks have agreed on it."""
         indices = sorted(self._chunks)
-        order = plan_order(
-            self._times,
-            self._link,
-            policy=self._policy,
-            credit_bytes=max(1, self._credit_bytes),
-        )
         if len(order) == len(indices):
             self._planned = [indices[position] for position in order]
             self.stage = Stage.PLANNED
+
+    def _adopt(self, order: Sequence[int] | None) -> None:
+        if (order is None) is not (self.order is None):
+            self._iterations_ns.clear()
+        self.order = order
 
     def gradients(self, buckets: Sequence[Bucket]) -> list[Gradient]:
         """What all ranks have told of those in ``buckets``, in the order in which they are ready.

@@ -71,7 +71,7 @@ def test_what_keeps_to_fifo_plans_nothing() -> None:
 
 def test_a_plan_that_turns_out_slower_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     """Measured in iterations 1, 5 and 13; the worst order there is takes the place of a plan."""
-    monkeypatch.setattr("bytesched.link.cluster.plan_order", lambda *_, **__: [2, 1, 0])
+    monkeypatch.setattr("bytesched.ahead.plan_order", lambda *_, **__: [2, 1, 0])
     cluster = Cluster(three_layers(), Fabric(ranks=2, bytes_per_s=500.0, latency_s=0.0))
     for _ in range(13):
         cluster.iterate()
