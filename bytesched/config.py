@@ -122,7 +122,9 @@ class Config:
     find_unused_parameters: bool | None = _field(None, parse_optional_flag)
     """Whether parameters may stay out of the loss; None: as given to DDP, or learned at once."""
     timeout_s: float = _field(1800.0, parse_timeout)
-    """Longest time that anything waits before it raises an error."""
+    """Longest time that anything waits before it raises an error. For a model in DDP, or a module
+    whose ranks are those of `torch.distributed`, the timeout of its group where nothing else is
+    said."""
     timeline: str = _field("", parse_path)
     """Folder for one `rank<n>.trace.json` per rank; empty: no trace."""
     figures: str = _field("", parse_path)
@@ -206,6 +208,14 @@ class Config:
     def explain(self) -> list[tuple[str, object, str]]:
         """Return (field, value, origin) for every field, in the order of definition."""
         return [(name, getattr(self, name), self.origin(name)) for name in FIELDS]
+
+    def waiting(self, timeout_s: float) -> Config:
+        """Return the same with ``timeout_s`` where no place says how long anything waits."""
+        if self.origin("timeout_s") != "default":
+            return self
+        config = dataclasses.replace(self, timeout_s=timeout_s)
+        object.__setattr__(config, "_origins", {**self._origins, "timeout_s": "default"})
+        return config
 
     def origin(self, name: str) -> str:
         """Return where the value of a field is from."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import count
+from weakref import WeakKeyDictionary
 
 log = logging.getLogger("bytesched")
 
@@ -24,9 +26,18 @@ def left() -> list[str]:
     return [f"{name}: {why}" for name, why in _left]
 
 
+#: of modules in DDP: which one of its class it is
+_numbers: WeakKeyDictionary[object, int] = WeakKeyDictionary()
+
+
 def name_of_ddp(module: object) -> str:
-    """What the DDP of ``module`` is called in messages."""
-    return f"DistributedDataParallel of {type(module).__name__}"
+    """What the DDP of ``module`` is called in messages of this rank: as no other one alive."""
+    kind = type(module).__name__
+    if module not in _numbers:
+        taken = {n for other, n in _numbers.items() if type(other).__name__ == kind}
+        _numbers[module] = next(number for number in count(1) if number not in taken)
+    number = _numbers[module]
+    return f"DistributedDataParallel of {kind}" + (f" {number}" if number > 1 else "")
 
 
 def name_of_horovods(optimizer: object) -> str:
@@ -61,8 +72,9 @@ def _names(trained: Sequence[Figures]) -> list[str]:
 
 def _line(figures: Figures) -> str:
     compared = str(figures.get("guard", ""))
+    ended = f", ended by {figures['error']}" if figures.get("error") else ""
     if figures.get("stood_aside"):
-        return f"mode plain: {compared}"
+        return f"mode plain: {compared}{ended}"
     parts = [compared] if compared else []
     iterations = int(figures["iterations"])
     comm_ms = float(figures["comm_ms"])
@@ -77,7 +89,7 @@ def _line(figures: Figures) -> str:
         parts.append(f"{iterations} iterations" if iterations > 1 else "1 iteration")
     else:
         parts.append("too short to say what it brought")
-    line = f"mode {figures['mode']}: {', '.join(parts)}"
+    line = f"mode {figures['mode']}: {', '.join(parts)}{ended}"
     reason = figures.get("reason")
     return f"{line}: {reason}" if reason else line
 

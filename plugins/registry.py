@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+from bytesched.errors import in_one_line
 from bytesched.files import write_text
 
 from .ending import at_exit, died_of, end_beside, make_exit_fail, wait_for_ends, wait_for_last
@@ -82,7 +83,7 @@ class _Entry:
 _entries: dict[_Entry, None] = {}
 
 #: of sessions that have ended, the latest last
-_ended: deque[dict[str, int | float | str]] = deque(maxlen=8)
+_ended: deque[dict[str, int | float | str]] = deque(maxlen=64)
 
 #: where sessions write their figures
 _folders: weakref.WeakKeyDictionary[Wrapped, str] = weakref.WeakKeyDictionary()
@@ -306,6 +307,8 @@ def _keep_figures(session: Wrapped) -> None:
     except Exception:
         log.exception("%r has no figures", session)
         return
+    if session.error is not None:
+        figures = {**figures, "error": in_one_line(session.error)}
     _ended.append(figures)
     if (folder := _folders.get(session)) is not None:
         _write_figures(Path(folder), figures.get("rank", 0))

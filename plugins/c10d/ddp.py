@@ -23,7 +23,7 @@ from ..planned.hooked_session import HookedSession
 from ..planned.session import PlannedSession
 from ..proxies.passes import IN_A_CONTEXT, are_in_a_context
 from ..registry import sessions
-from ..routes.groups.opening import kind_of
+from ..routes.groups.opening import kind_of, timeout_of
 from ..update.genuine import stepping_optimizer
 from ..update.separable import refuse_to_shard
 from .buffers import broadcasts_buffers
@@ -163,6 +163,7 @@ def begin(
         add_optimizer(known[0], optimizer, type(optimizer), why_whole(optimizer, model, config))
         return known[0]
     with Entry(base_of(model)) as entry:
+        config = _waiting(model, config)
         optimizer = stepping_optimizer(optimizer)
         why = why_whole(optimizer, model, config)
         if config.shard:
@@ -192,6 +193,13 @@ def begin(
             session.close()
             raise
     return session
+
+
+def _waiting(model: nn.Module, config: Config) -> Config:
+    """``config``, whose waits end as those of the script's own group if it says nothing else."""
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    timeout_s = timeout_of(base_of(model), device)
+    return config.waiting(timeout_s) if timeout_s else config
 
 
 def decline(model: nn.Module, why: str) -> None:

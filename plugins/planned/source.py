@@ -126,8 +126,11 @@ class Source:
             if bucket.holds_gradients:
                 if grad.data_ptr() != member.view.data_ptr():
                     continue
-            elif use_count(grad.untyped_storage()._cdata) > ALONE:
-                can_wait = False
+            else:
+                storage = grad.untyped_storage()
+                # Torch did not allocate the memory of arrays, files and the like.
+                if use_count(storage._cdata) > ALONE or not storage.resizable():
+                    can_wait = False
             if type(grad) is not torch.Tensor or grad.requires_grad:
                 can_wait = False
             member.hand_out(grad)

@@ -10,6 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
+#: from torch 2.7 on
+_is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", bool)
+
 
 class StayingHook:
     """A forward pre-hook that stays behind when its module is copied or pickled.
@@ -25,6 +28,9 @@ class StayingHook:
         self._traced = traced
 
     def __call__(self, module: nn.Module, args: Any) -> None:
+        if _is_exporting():
+            # It is no part of what torch.export makes, and no forward pass is taken.
+            return
         if torch.compiler.is_compiling():
             self._break(module, args)
         else:

@@ -45,7 +45,7 @@ def _none() -> None:
     return None
 
 
-#: the optimizer whose step() is running; those that it steps itself do not count
+#: the optimizer whose step() is running, or has raised; those that it steps itself do not count
 _stepping: Callable[[], torch.optim.Optimizer | None] = _none
 
 
@@ -98,12 +98,26 @@ def _watch(model: Watched, parameters: set[int]) -> None:
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     global _stepping
-    if torch.compiler.is_compiling() or _stepping() not in (None, optimizer):
+    if torch.compiler.is_compiling() or _is_inside(_stepping(), optimizer):
         return
     _stepping = ref(optimizer)
     for model in _models:
         if not model.is_closed:
             model.before_step(optimizer)
+
+
+def _is_inside(other: torch.optim.Optimizer | None, optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a hook of ``step()`` of ``optimizer`` is inside ``step()`` of ``other``."""
+    if other is None or other is optimizer:
+        return False
+    # Of torch, around each step(): of one that has raised nothing else tells.
+    around = sys._getframe(2)
+    frame = around.f_back
+    while frame is not None:
+        if frame.f_code is around.f_code and frame.f_locals.get("self") is other:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -123,10 +137,9 @@ def _script_wraps(optimizer: Any, model: Any) -> None:
 def _at_exit() -> None:
     """After that of the registry, which is registered later."""
     not_at_exit(_at_exit)
-    if not hasattr(sys, "last_value"):
-        say_undecided()
-        for line in summary(ended(), left()):
-            log.info("%s", line)
+    say_undecided()
+    for line in summary(ended(), left()):
+        log.info("%s", line)
 
 
 def say_undecided() -> None:

@@ -35,7 +35,8 @@ class WatchedDdp(Watched):
     ticks = "collectives of its process group"
 
     def __init__(self, ddp: Any, module: nn.Module) -> None:
-        super().__init__(name_of_ddp(module), dist.get_rank() if dist.is_initialized() else 0)
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        super().__init__(name_of_ddp(module), type(module).__name__, rank)
         self.ddp = ref(ddp)
         #: optimizers that have stepped, in the order of their first step
         self._stepped: list[ref[torch.optim.Optimizer]] = []
@@ -125,7 +126,7 @@ class WatchedHorovod(Watched):
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         import horovod.torch as hvd
 
-        super().__init__(name_of_horovods(optimizer), hvd.rank())
+        super().__init__(name_of_horovods(optimizer), type(optimizer).__name__, hvd.rank())
         self._optimizer = ref(optimizer)
         self._step_code = inspect.unwrap(type(optimizer).step).__code__
         self._steps_seen = 0

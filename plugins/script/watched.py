@@ -78,8 +78,10 @@ class Watched(ABC):
     #: what `_clock` counts
     ticks: str
 
-    def __init__(self, name: str, rank: int) -> None:
+    def __init__(self, name: str, kind: str, rank: int) -> None:
         self.name = name
+        #: what all ranks call it alike
+        self.kind = kind
         #: of this process, for the log alone
         self.rank = rank
         self.is_closed = False
@@ -191,7 +193,7 @@ class Watched(ABC):
         """What has to be the same on all ranks, a line for each."""
         optimizers = ", ".join(type(optimizer).__name__ for optimizer in self._optimizers())
         return [
-            f"{self.name} after {self._clock()} {self.ticks}",
+            f"{self.kind} after {self._clock()} {self.ticks}",
             f"optimizer {optimizers}",
             *settings(Config.load()),
         ]
@@ -272,7 +274,7 @@ class Watched(ABC):
 
     def _leave(self, why: str) -> None:
         if self._announced is None:
-            self._announce([f"{self.name} is left as it was: {why}"])
+            self._announce([f"{self.kind} is left as it was: {why}"])
         self._withdraw(why)
         self.close()
         self._say(why)

@@ -56,13 +56,15 @@ class Surroundings:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Inside, the calling thread has them, and no mode or transform of its own."""
+        """Inside, the calling thread has them, and no mode, transform or trace of its own."""
         before = Surroundings.here()
         is_alike = before == self and not torch._C._len_torch_dispatch_stack()
+        is_alike = is_alike and torch._C._get_tracing_state() is None
         if is_alike and torch._C._functorch.peek_interpreter_stack() is None:
             yield
             return
         with (
+            _untraced(),
             _disable_current_modes(),
             temporarily_clear_interpreter_stack(),
             torch.inference_mode(self.is_inference),
@@ -92,13 +94,26 @@ class Surroundings:
 
 @contextmanager
 def unseen() -> Iterator[None]:
-    """Inside, no mode of the calling thread sees what is done, and gradients are not recorded."""
-    if not torch._C._len_torch_dispatch_stack() and not torch._C._len_torch_function_stack():
+    """Inside, no mode or trace of this thread sees what is done, and gradients are not recorded."""
+    are_seen = torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack()
+    if not are_seen and torch._C._get_tracing_state() is None:
         with torch.no_grad():
             yield
         return
     with replace(Surroundings.here(), modes=(), is_grad_enabled=False).entered():
         yield
+
+
+@contextmanager
+def _untraced() -> Iterator[None]:
+    """Inside, the calling thread is in no `torch.jit.trace`."""
+    tracing: Any = torch._C
+    state = tracing._get_tracing_state()
+    tracing._set_tracing_state(None)
+    try:
+        yield
+    finally:
+        tracing._set_tracing_state(state)
 
 
 def has_modes() -> bool:

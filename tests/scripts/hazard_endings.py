@@ -6,15 +6,20 @@ import atexit
 import contextlib
 import gc
 import weakref
+from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from looks import weight
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 from training import Job, adamw, mlp, script, sgd, train
 
 import bytesched
+from bytesched.plugins.planned.session import PlannedSession
+from bytesched.plugins.registry import sessions
 
 
 class Interrupted(Exception):
@@ -47,6 +52,21 @@ def interrupted(job: Job, model: Any, optimizer: Any, step: int, where: str) -> 
 
 def interrupt(*_: Any) -> None:
     raise Interrupted
+
+
+def patience_s() -> list[float]:
+    """How long a model waits whose group has a timeout, where nothing else is said, and where."""
+    group = dist.new_group(timeout=timedelta(seconds=77))
+    found = []
+    settings: list[dict[str, Any]] = [{}, {"timeout_s": 55.0}]
+    for fields in settings:
+        model = DistributedDataParallel(mlp(), process_group=group)
+        optimizer = bytesched.wrap(adamw(model), model, **fields)
+        (session,) = sessions(model)
+        assert isinstance(session, PlannedSession)
+        found.append(session._wire.timeout_s)
+        bytesched.unwrap(optimizer)
+    return found
 
 
 def converted(job: Job, dtype: torch.dtype) -> None:

@@ -227,6 +227,22 @@ def lookahead(job: Job) -> None:
     job.record_state(model, inner)
 
 
+class Refusing(torch.optim.SGD):
+    """Raises in ``step()``."""
+
+    def step(self, closure: Any = None) -> Any:
+        raise ZeroDivisionError
+
+
+@script(adamw)
+def another_optimizer_has_raised(job: Job, model: Any, optimizer: Any) -> None:
+    refusing = Refusing([nn.Parameter(torch.ones(1))], lr=0.1)
+    with contextlib.suppress(ZeroDivisionError):
+        refusing.step()
+    train(job, model, optimizer)
+    del refusing
+
+
 class Broken(torch.optim.SGD):
     """Cannot be wrapped, for a reason that nobody has thought of."""
 

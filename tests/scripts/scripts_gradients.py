@@ -6,6 +6,7 @@ import contextlib
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -441,6 +442,23 @@ def flat_gradients(job: Job, model: Any, optimizer: Any, preset: str) -> None:
     train(job, model, optimizer, before_step=clip, zero_grad=flat.zero_)
     job.record("flat", flat)
     job.record("gradients", [p.grad for p in parameters])
+
+
+@script(adamw)
+def gradients_over_arrays(job: Job, model: Any, optimizer: Any) -> None:
+    """They have the memory of numpy's arrays, which the script reads."""
+    arrays = [np.zeros(tuple(p.shape), np.float32) for p in model.parameters()]
+    for parameter, array in zip(model.parameters(), arrays, strict=True):
+        parameter.grad = torch.from_numpy(array)
+
+    def read(_: int) -> None:
+        job.record("arrays", [torch.from_numpy(array.copy()) for array in arrays])
+
+    def zero_grad() -> None:
+        for array in arrays:
+            array.fill(0)
+
+    train(job, model, optimizer, before_step=read, zero_grad=zero_grad)
 
 
 @script(sgd)

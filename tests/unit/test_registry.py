@@ -149,6 +149,12 @@ def test_figures_are_kept_after_the_end() -> None:
     assert registry.stats(optimizers[2]) == {"mode": "plain"}
 
 
+def test_figures_of_what_has_failed_have_the_error() -> None:
+    registry.add(Optimizer(), Session("failed", error=ValueError("no data")))
+    registry._at_exit()
+    assert registry.ended() == [{"mode": "failed", "error": "ValueError: no data"}]
+
+
 def test_a_session_is_found_by_its_optimizers_and_its_model() -> None:
     model, one, another = Model(), Optimizer(), Optimizer()
     session = Session("shared", root=model)

@@ -85,6 +85,13 @@ def kind_of(base: dist.ProcessGroup, device: torch.device) -> str:
     return "nccl" if name.startswith("nccl") else name
 
 
+def timeout_of(base: dist.ProcessGroup, device: torch.device) -> float | None:
+    """How long a collective of a user's group may take, in seconds; None: not known."""
+    options = getattr(base._get_backend(device), "options", None)
+    timeout: timedelta | None = getattr(options, "_timeout", None)
+    return None if timeout is None else timeout.total_seconds()
+
+
 def open_group(
     base: dist.ProcessGroup,
     kind: str,

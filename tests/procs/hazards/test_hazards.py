@@ -140,6 +140,10 @@ def test_unwrapped_objects_are_let_go(two_ranks: Ranks) -> None:
     assert two_ranks.run(endings.nothing_kept) == [[True] * 3] * 2
 
 
+def test_it_waits_as_long_as_the_group_of_the_script(two_ranks: Ranks) -> None:
+    assert two_ranks.run(endings.patience_s) == [[77.0, 55.0]] * 2
+
+
 def test_step_skipped_on_one_rank() -> None:
     """DDP hangs here. Who waits for what the other never sends is told so, in time."""
     ranks = run_fresh(endings.skipped_on_one_rank, args=(2.0,))

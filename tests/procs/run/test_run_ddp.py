@@ -50,6 +50,7 @@ CASES: dict[str, Row] = {
         Row(optimizers.delegating),
         Row(optimizers.closure),
         Row(scripts.lookahead),
+        Row(scripts.another_optimizer_has_raised),
         Row(scripts.wrap_fails, [], "ZeroDivisionError: no hooks here"),
         Row(gradients.no_sync),
         Row(scripts.evaluated_counted_and_copied),

@@ -183,6 +183,11 @@ def test_buffer_of_gradients_of_the_user(two_ranks: Ranks, preset: str) -> None:
         assert "in memory that others have" in str(figures["reason"])
 
 
+def test_gradients_over_arrays(two_ranks: Ranks) -> None:
+    for figures in check(two_ranks, gradients.gradients_over_arrays):
+        assert "in memory that others have" in str(figures["reason"])
+
+
 @pytest.mark.parametrize("how", gradients.ZEROINGS)
 @pytest.mark.one_in(2)
 def test_zeroing(two_ranks: Ranks, how: str) -> None:

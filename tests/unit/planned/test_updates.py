@@ -229,7 +229,9 @@ def test_forgotten_updates_are_not_made(run_of: Callable[..., Run]) -> None:
     assert states(run) == {BundleState.FREE}
 
 
-@pytest.mark.parametrize("how", ["a view", "another parameter", "another process"])
+@pytest.mark.parametrize(
+    "how", ["a view", "another parameter", "another process", "an array beneath"]
+)
 def test_what_others_read_is_updated_in_step(how: str, run_of: Callable[..., Run]) -> None:
     """They have the memory, and not the parameter that would wait."""
     run, plain = run_of(), Run()
@@ -241,6 +243,10 @@ def test_what_others_read_is_updated_in_step(how: str, run_of: Callable[..., Run
     elif how == "another parameter":
         seen = nn.Parameter(torch.zeros(0))
         seen.data = weight.data
+    elif how == "an array beneath":
+        run.session.flush()
+        array = weight.detach().numpy().copy()
+        weight.data, seen = torch.from_numpy(array), torch.from_numpy(array)
     else:
         run.session.flush()
         weight.data.share_memory_()
@@ -253,7 +259,31 @@ def test_what_others_read_is_updated_in_step(how: str, run_of: Callable[..., Run
     crossed, seen = run.crossed, None
     for one in (run, plain):
         one.train(1)
-    assert (run.crossed > crossed) is (how != "another process")
+    assert (run.crossed > crossed) is (how in ("a view", "another parameter"))
+    assert run.differences(plain) == []
+
+
+MAKERS: dict[str, Callable[[nn.Module, Tensor], Any]] = {
+    "traced": lambda model, x: torch.jit.trace(model, x),
+    "exported": lambda model, x: torch.export.export(model, (x,), strict=False).module(),
+    "exported strictly": lambda model, x: torch.export.export(model, (x,), strict=True).module(),
+}
+
+
+@pytest.mark.parametrize("how", MAKERS)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+def test_a_program_that_is_made_of_the_model_has_its_weights(
+    how: str, run_of: Callable[..., Run]
+) -> None:
+    """And updates go on crossing the barrier."""
+    run, plain = run_of(optimizer_of=torch.optim.AdamW), Run(optimizer_of=torch.optim.AdamW)
+    plain.train(3)
+    made = MAKERS[how](run.model.module, inputs(9))
+    assert torch.equal(made(inputs(8)), plain.model.module(inputs(8)))
+    crossed = run.crossed
+    for one in (run, plain):
+        one.train(1)
+    assert run.crossed > crossed
     assert run.differences(plain) == []
 
 

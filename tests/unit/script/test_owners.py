@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from bytesched.plugins.left import summary
+from bytesched.plugins.left import name_of_ddp, summary
 from bytesched.plugins.script.owners import compiled_around, owners_of, parameter_ids
 
 
@@ -85,6 +85,22 @@ def test_what_was_wrapped() -> None:
     ]
     (line,) = summary([{**FIGURES, "reason": "step(closure)"}], [])
     assert line.endswith("500 iterations: step(closure)")
+
+
+def test_what_an_error_has_ended() -> None:
+    (line,) = summary([{**FIGURES, "error": "ValueError: no data"}], [])
+    assert line.endswith("500 iterations, ended by ValueError: no data")
+
+
+def test_models_of_one_class_have_names_of_their_own() -> None:
+    class Net(nn.Linear):
+        pass
+
+    first, second = Net(2, 2), Net(2, 2)
+    names = ["DistributedDataParallel of Net", "DistributedDataParallel of Net 2"]
+    assert [*map(name_of_ddp, (first, second, first))] == [*names, names[0]]
+    del first
+    assert name_of_ddp(Net(2, 2)) == names[0], "of one that is gone"
 
 
 def test_nothing_is_said_of_what_was_not_measured() -> None:

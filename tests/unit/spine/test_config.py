@@ -317,6 +317,15 @@ def test_config_is_frozen_comparable_and_picklable() -> None:
     assert dataclasses.replace(config, policy="fifo").partition_bytes == 4 << 20
 
 
+def test_waits_end_as_others_do_unless_something_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = Config.load(policy="fifo").waiting(60.0)
+    assert (config.timeout_s, config.origin("timeout_s")) == (60.0, "default")
+    assert (config.policy, config.origin("policy")) == ("fifo", "code")
+    assert Config.load(timeout_s=1800).waiting(60.0).timeout_s == 1800
+    monkeypatch.setenv("BYTESCHED_TIMEOUT_S", "10")
+    assert Config.load().waiting(60.0).timeout_s == 10
+
+
 def test_keyword_types_and_fields_agree() -> None:
     assert list(ConfigFields.__annotations__) == list(FIELDS)
     assert [variable(name) for name in FIELDS][:2] == ["BYTESCHED_ENABLED", "BYTESCHED_POLICY"]
