@@ -153,8 +153,9 @@ class PlannedSession(Rounds):
         if self._stepping.crosses:
             self._stepping.stop_crossing()
             log.warning(
-                "torch.compile was applied after bytesched.wrap: scheduling inside backward, "
-                "stepping whole; wrap the compiled model to cross the barrier"
+                "torch.compile was applied after bytesched.wrap, or wrap was not given what it has "
+                "made: scheduling inside backward, stepping whole; wrap the compiled model to "
+                "cross the barrier"
             )
 
     # -- backward ----------------------------------------------------------------------

@@ -8,7 +8,7 @@ one would wait for an update that waits for the compiler.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,6 +16,9 @@ import torch
 from torch import nn
 
 _POLL_S = 0.001
+
+#: from torch 2.7 on
+is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", bool)
 
 #: torch's own lock, held from before a compilation raises its flag until after it is down
 _compile_lock: Any = None
@@ -68,10 +71,18 @@ def _acquired() -> Any:
 def waiting() -> Iterator[None]:
     """Inside, this thread waits for updates, which may go on even if it is compiling."""
     global _compiler_waits
-    if _compile_lock is None or not _compile_lock._is_owned():
-        yield
-        return
     flag = getattr(torch.compiler, "_is_compiling_flag", False)
+    if _compile_lock is None or not _compile_lock._is_owned():
+        # torch.export holds no lock.
+        if flag and is_exporting():
+            torch.compiler._is_compiling_flag = False
+            try:
+                yield
+            finally:
+                torch.compiler._is_compiling_flag = flag
+        else:
+            yield
+        return
     torch.compiler._is_compiling_flag = False
     _compiler_waits = True
     try:

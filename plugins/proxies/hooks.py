@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-#: from torch 2.7 on
-_is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", bool)
+from .compiling import is_exporting
 
 
 class StayingHook:
@@ -28,7 +27,7 @@ class StayingHook:
         self._traced = traced
 
     def __call__(self, module: nn.Module, args: Any) -> None:
-        if _is_exporting():
+        if is_exporting():
             # It is no part of what torch.export makes, and no forward pass is taken.
             return
         if torch.compiler.is_compiling():

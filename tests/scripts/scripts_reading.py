@@ -369,3 +369,21 @@ def unwrapped_in_the_middle(job: Job, model: Any, optimizer: Any) -> None:
     train(job, model, optimizer, steps=3, first_step=3)
     job.wrap(optimizer, model)
     train(job, model, optimizer, first_step=6)
+
+
+PROGRAMS: dict[str, Callable[[nn.Module, Tensor], Any]] = {
+    "traced": lambda model, x: torch.jit.trace(model, x),
+    "exported": lambda model, x: torch.export.export(model, (x,), strict=False).module(),
+    "exported strictly": lambda model, x: torch.export.export(model, (x,), strict=True).module(),
+}
+
+
+def program_made(job: Job, how: str) -> None:
+    """Of the model after ``step()``, in mid-training."""
+    model = job.ddp(mlp())
+    optimizer = job.wrap(adamw(model), model)
+    for first_step in (0, 13):
+        train(job, model, optimizer, first_step=first_step, steps=13)
+        made = PROGRAMS[how](model.module, job.inputs(50))
+        job.record("output", made(job.inputs(51)))
+    job.record_state(model, optimizer)

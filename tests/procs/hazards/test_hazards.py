@@ -22,6 +22,7 @@ import pytest
 import round_ways as ways
 import scripts_gradients as gradients
 import scripts_optimizers as optimizers
+import scripts_reading as reading
 import torch
 import unseen_models
 from comparing import check
@@ -138,6 +139,13 @@ def test_module_that_is_not_the_ddp(two_ranks: Ranks) -> None:
 
 def test_unwrapped_objects_are_let_go(two_ranks: Ranks) -> None:
     assert two_ranks.run(endings.nothing_kept) == [[True] * 3] * 2
+
+
+@pytest.mark.parametrize("how", reading.PROGRAMS)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_programs_made_in_mid_training(two_ranks: Ranks, how: str) -> None:
+    for figures in check(two_ranks, reading.program_made, how):
+        assert figures["mode"] == "cross"
 
 
 def test_it_waits_as_long_as_the_group_of_the_script(two_ranks: Ranks) -> None:
