@@ -94,6 +94,15 @@ def test_what_is_owed_elsewhere_and_has_come_is_made_meanwhile(
     assert run.held == []
 
 
+def test_all_that_has_come_is_updated_in_one_call(run_of: Callable[..., Run]) -> None:
+    run, calls = run_of(optimizer_of=inside), list[int]()
+    CALLS.append(lambda: calls.append(1))
+    run.let(but=2)
+    run.model.module[0](inputs(0))
+    # Once while it waits for its own sum, and once with that.
+    assert (len(calls), states(run)) == (2, {BundleState.FREE})
+
+
 def test_an_update_is_of_the_time_of_its_step(run_of: Callable[..., Run]) -> None:
     run = run_of()
     for param_group in run.optimizer.param_groups:
