@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import lru_cache
 from itertools import count
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ from bytesched.plugins.planned.bundles import BundleState, Slot
 from bytesched.plugins.proxies.pending import tensors_in
 from bytesched.plugins.update import stepping, surroundings
 
-__all__ = ["Order", "unnoticed"]
+__all__ = ["Order"]
 
 
 class Access(NamedTuple):
@@ -49,13 +49,7 @@ _sums = count(1)
 _SHAPES = ("_like", "new_empty", "new_full", "new_ones", "new_zeros", "new_empty_strided")
 #: nothing of what they write into is read
 _OVERWRITING = {
-    "copy_",
-    "fill_",
-    "zero_",
-    "normal_",
-    "uniform_",
-    "_foreach_copy_",
-    "_foreach_zero_",
+    *("copy_", "fill_", "zero_", "normal_", "uniform_", "_foreach_copy_", "_foreach_zero_")
 }
 
 
@@ -262,9 +256,3 @@ def _memory(tensor: Tensor) -> tuple[int, int, int]:
 
 def _overlap(one: tuple[int, int, int], other: tuple[int, int, int]) -> bool:
     return max(one[1], other[1]) < min(one[2], other[2])
-
-
-@contextmanager
-def unnoticed(order: Order | None) -> Iterator[None]:
-    with nullcontext() if order is None else order.off():
-        yield

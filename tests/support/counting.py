@@ -180,9 +180,7 @@ def count(way: str, layers: int) -> list[Taken]:
         half.compute = wait_for_step
     with calls.watching():
         model = DistributedDataParallel(
-            net,
-            bucket_cap_mb=SIZES["partition_bytes"] / (1 << 20),
-            gradient_as_bucket_view=True,
+            net, bucket_cap_mb=SIZES["partition_bytes"] / (1 << 20), gradient_as_bucket_view=True
         )
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         if fields is not None:

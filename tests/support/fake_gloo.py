@@ -104,28 +104,7 @@ class FakeGloo:
         return work
 
 
-def fake_group(gloo: Any, timeout_s: float = TIMEOUT_S) -> Group:
+def fake_group(gloo: Any, timeout_s: float = TIMEOUT_S, store: HashStore | None = None) -> Group:
     """A group over it."""
-    store = HashStore()
+    store = store or HashStore()
     return Group(gloo, store, Notes(store, gloo.rank()), name="s/data", timeout_s=timeout_s)
-
-
-class Ends:
-    """Ends of tasks, by name, as they are reported."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self.names: list[str] = []
-        self.errors: list[BaseException] = []
-
-    def done(self, name: str) -> None:
-        with self._changed:
-            self.names.append(name)
-            self._changed.notify_all()
-
-    def wait(self, *names: str) -> None:
-        """Returns when these have ended."""
-        with self._changed:
-            assert self._changed.wait_for(lambda: set(names) <= set(self.names), TIMEOUT_S), (
-                f"{names} have not ended, but {self.names}"
-            )

@@ -7,14 +7,14 @@ numbers.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from access_order import Order, unnoticed
+from access_order import Order
 from fake_cuda import CUDA, Clock
 from looped import inputs, mlp
 from torch import Tensor, nn
@@ -37,7 +37,7 @@ from bytesched.plugins.proxies.pending import PendingParameter
 from bytesched.plugins.proxies.pending_grads import PendingGrad
 from bytesched.tunable import Setting
 
-__all__ = ["FakeWire", "FakeWork", "Run", "alone", "inputs", "mlp", "sgd"]
+__all__ = ["FakeWire", "FakeWork", "Run", "alone", "inputs", "mlp", "sgd", "trained"]
 
 
 # -- the wire --------------------------------------------------------------------------
@@ -115,28 +115,19 @@ class FakeWire:
         return self.works[-1]
 
     def _sum(self, tensor: Tensor) -> None:
-        with unnoticed(self._order):
+        with self._unnoticed():
             # No version is counted: a back end counts none.
             tensor.data.mul_(self.size)
 
-    def exchange(self, into: Tensor, sent: Tensor) -> FakeWork:
-        raise AssertionError("nothing is split here")
-
-    def all_to_all(
-        self,
-        into: Tensor,
-        sent: Tensor,
-        into_numels: Sequence[int],
-        sent_numels: Sequence[int],
-    ) -> FakeWork:
-        raise AssertionError("nothing has owners here")
+    def _unnoticed(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._order is None else self._order.off()
 
     def start_largest(self, numbers: Tensor) -> FakeWork:
         place = len(self.told)
         self.told.append(numbers.tolist())
 
         def largest() -> None:
-            with unnoticed(self._order):
+            with self._unnoticed():
                 tables = [torch.tensor(rank.told[place]).to(numbers) for rank in self._ranks]
                 numbers.copy_(torch.stack(tables).amax(0))
 
@@ -252,10 +243,7 @@ class Run:
             self.session = HookedSession(self.model, terms, sync=lambda: True, find_unused=False)
         else:
             self.session = DdpSession(
-                self.model,
-                self.model,
-                terms,
-                cut=partial(cut_whole, chunk_bytes=self.chunk_bytes),
+                self.model, self.model, terms, cut=partial(cut_whole, chunk_bytes=self.chunk_bytes)
             )
         self.session.add_optimizer(self.optimizer, type(self.optimizer), cross=self.cross)
         if self.order is not None:
@@ -356,3 +344,10 @@ class Run:
 
     def close(self) -> None:
         self.session.close()
+
+
+def trained(rounds: int, **options: Any) -> Run:
+    """A plain one that is so many rounds old."""
+    plain = Run(**options)
+    plain.train(rounds)
+    return plain

@@ -8,7 +8,6 @@ import os
 import shutil
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import tempfile
@@ -16,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Literal, NoReturn
 
@@ -79,26 +78,19 @@ class LaunchedRanks(Ranks):
         folder = self._output = Path(tempfile.mkdtemp(dir=self._folder.name))
         self._store = new_store()
         address = str(folder / "cases")
-        command = _worker(folder, _launch_of(self.world_size, self._store.port, address=address))
+        command = _worker(folder, Launch(self.world_size, self._store.port, address=address))
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(address)
             listener.listen(self.world_size)
-            listener.settimeout(0.1)
             self._launcher = _launch(self.kind, self.world_size, folder, command)
             deadline = time.monotonic() + START_S
             while len(self._connections) < self.world_size:
-                try:
-                    peer, _ = listener.accept()
-                except TimeoutError:
-                    if self._launcher.poll() is not None or time.monotonic() > deadline:
-                        self._fail_to_start()
-                    continue
-                peer.setblocking(True)
-                ids = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-                connection = Connection(peer.detach())
-                rank: int = connection.recv()
-                self._connections[rank] = connection
-                self._pids[rank] = struct.unpack("3i", ids)[0]
+                if wait([listener], timeout=0.1):
+                    connection = Connection(listener.accept()[0].detach())
+                    rank, pid = connection.recv()
+                    self._connections[rank], self._pids[rank] = connection, pid
+                elif self._launcher.poll() is not None or time.monotonic() > deadline:
+                    self._fail_to_start()
 
     def _fail_to_start(self) -> NoReturn:
         assert self._launcher is not None
@@ -146,9 +138,8 @@ def run_fresh_horovod(
             command = [warm_python(*HOROVOD), str(what), *map(str, args)]
         else:
             store = new_store()
-            command = _worker(
-                folder, _launch_of(world_size, store.port, case=address_of(what), args=args)
-            )
+            launch = Launch(world_size, store.port, case=address_of(what), args=args)
+            command = _worker(folder, launch)
         began = time.time()
         launcher = _launch(kind, world_size, folder, command, launcher_args, env)
         try:
@@ -203,26 +194,6 @@ def _launcher_path(kind: Kind) -> str | None:
 def _search_path() -> str:
     # The environment that the tests run in comes first, activated or not.
     return f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-
-
-def _launch_of(
-    world_size: int,
-    store_port: int,
-    address: str = "",
-    case: tuple[str, str] = ("", ""),
-    args: tuple[object, ...] = (),
-) -> Launch:
-    return Launch(
-        rank=-1,  # the launcher's to say
-        world_size=world_size,
-        store_port=store_port,
-        timeout_s=100.0,
-        output="",
-        import_path=sys.path,
-        address=address,
-        case=case,
-        args=args,
-    )
 
 
 def _worker(folder: Path, launch: Launch) -> list[str]:

@@ -6,11 +6,12 @@ import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as TooLate
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
 import torch
+from together import together
 from torch import nn
 
 from bytesched.config import Config
@@ -30,21 +31,6 @@ T = TypeVar("T")
 _PARTITION_BYTES = 1 << 20
 
 
-class _Work:
-    """A sum under way."""
-
-    def __init__(self) -> None:
-        self.future: Future[None] = Future()
-
-    def get_future(self) -> Future[None]:
-        """What ends with it."""
-        return self.future
-
-    def is_completed(self) -> bool:
-        """Whether it has ended."""
-        return self.future.done()
-
-
 class _ThreadSession(HookedSession):
     """One that lives in a thread, beside those of other ranks."""
 
@@ -58,7 +44,13 @@ class _Part:
 
     rank: int
     tensor: torch.Tensor
-    work: _Work
+    future: Future[None] = field(default_factory=Future)
+
+    def get_future(self) -> Future[None]:
+        return self.future
+
+    def is_completed(self) -> bool:
+        return self.future.done()
 
 
 class Loopback:
@@ -93,7 +85,6 @@ class Loopback:
         *,
         rank: int = 0,
         find_unused: bool | None = False,
-        observers: Observers | None = None,
         **fields: Any,
     ) -> HookedSession:
         """A session of ``rank`` for a plain module; ``fields`` are those of Config."""
@@ -107,7 +98,7 @@ class Loopback:
                 slots_of(model, optimizer, kind=Slot),
                 config,
                 self.wires[rank],
-                Observers() if observers is None else observers,
+                Observers(),
                 Setting(partition_bytes, credit_bytes, config.policy),
             ),
             sync=lambda: True,
@@ -118,28 +109,12 @@ class Loopback:
         return session
 
     def run(self, train: Callable[[int], T]) -> list[T]:
-        """What ``train(rank)`` returns on every rank, by rank; raises its first error."""
-        results: dict[int, T] = {}
-        errors: list[BaseException] = []
-
-        def call(rank: int) -> None:
-            try:
-                results[rank] = train(rank)
-            except BaseException as error:  # noqa: BLE001 - raised below
-                errors.append(error)
-
-        threads = [threading.Thread(target=call, args=(rank,)) for rank in range(len(self.wires))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if errors:
-            raise errors[0]
-        return [results[rank] for rank in range(len(threads))]
+        """What ``train(rank)`` returns on every rank, by rank, or raises."""
+        return together(train, len(self.wires))
 
     def hold(self) -> None:
         """From now on no chunk is reduced; numbers that ranks tell each other are."""
-        self._events.put(self._hold)
+        self._events.put(lambda: vars(self).update(_held=[]))
 
     def release(self) -> None:
         """Chunks that were held are reduced, and those that come."""
@@ -147,11 +122,7 @@ class Loopback:
 
     def fail(self, error: BaseException) -> None:
         """The next chunk fails with ``error`` on every rank."""
-
-        def fail() -> None:
-            self._chunk_error = error
-
-        self._events.put(fail)
+        self._events.put(lambda: vars(self).update(_chunk_error=error))
 
     def close(self) -> None:
         """Ends the wire's thread; nothing is reduced any more. Idempotent."""
@@ -160,11 +131,11 @@ class Loopback:
 
     # -- what wires do -----------------------------------------------------------------
 
-    def add(self, key: str, rank: int, tensor: torch.Tensor, *, is_chunk: bool) -> _Work:
+    def add(self, key: str, rank: int, tensor: torch.Tensor, *, is_chunk: bool) -> _Part:
         """Begins the part of ``rank`` in the sum under ``key``; in the largest, if no chunk."""
-        part = _Part(rank, tensor, _Work())
+        part = _Part(rank, tensor)
         self._events.put(lambda: self._add(key, part, is_chunk=is_chunk))
-        return part.work
+        return part
 
     def abort(self, error: BaseException) -> None:
         """What is under way, and what comes, ends with ``error``."""
@@ -178,7 +149,7 @@ class Loopback:
 
     def _add(self, key: str, part: _Part, *, is_chunk: bool) -> None:
         if self._error is not None:
-            part.work.future.set_exception(self._error)
+            part.future.set_exception(self._error)
             return
         parts = self._parts.setdefault(key, [])
         parts.append(part)
@@ -194,9 +165,6 @@ class Loopback:
             self._held.append(parts)
         else:
             _combine(parts, torch.add)
-
-    def _hold(self) -> None:
-        self._held = []
 
     def _release(self) -> None:
         held, self._held = self._held or [], None
@@ -225,9 +193,9 @@ def _combine(parts: list[_Part], combine: Callable[..., torch.Tensor]) -> None:
 def _end(parts: list[_Part], error: BaseException | None) -> None:
     for part in parts:
         if error is None:
-            part.work.future.set_result(None)
+            part.future.set_result(None)
         else:
-            part.work.future.set_exception(error)
+            part.future.set_exception(error)
 
 
 class LoopbackWire:

@@ -10,6 +10,8 @@ from loopback import Loopback
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from bytesched.plugins.planned.hooked_session import HookedSession
+
 #: of every wait; none is ever waited out
 TIMEOUT_S = 100.0
 #: far below the size of one layer, so that every layer is cut
@@ -27,8 +29,8 @@ def sgd(model: nn.Module) -> Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
-def inputs(step: int) -> Tensor:
-    return torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
+def inputs(step: int, rank: int = 0) -> Tensor:
+    return torch.randn(4, 8, generator=torch.Generator().manual_seed(1000 * rank + step))
 
 
 def weights(model: nn.Module) -> list[Tensor]:
@@ -39,17 +41,14 @@ class Training:
     """A model and its optimizer; scheduled if there is a loopback."""
 
     def __init__(
-        self,
-        loopback: Loopback | None = None,
-        optimizer_of: MakeOptimizer = sgd,
-        **fields: Any,
+        self, loopback: Loopback | None = None, optimizer_of: MakeOptimizer = sgd, **fields: Any
     ) -> None:
         self.model: Any = mlp()
         self.optimizer = optimizer_of(self.model)
         self.step_number = 0
-        self.session = (
-            loopback.wrap(self.model, self.optimizer, **{**SMALL, **fields}) if loopback else None
-        )
+        self.session: HookedSession = None  # type: ignore[assignment] # without a loopback
+        if loopback is not None:
+            self.session = loopback.wrap(self.model, self.optimizer, **{**SMALL, **fields})
 
     def backward(self) -> None:
         self.optimizer.zero_grad()
@@ -66,7 +65,6 @@ class Training:
             self.session.flush()
 
     def crossed_steps(self) -> int:
-        assert self.session is not None
         return int(self.session.stats()["barrier_crossed_steps"])
 
 

@@ -21,15 +21,13 @@ class TrainingRun:
     Two runs of one factory do exactly the same: same seed, same data, same start.
     """
 
+    #: one whole training step
     step: Callable[[], object]
-    """One whole training step."""
+    #: all that a script could read (weights, buffers, optimizer state, losses so far), as values
+    #: that `==` compares bit for bit, such as bytes
     state: Callable[[], Mapping[str, object]]
-    """All that a script could read (weights, buffers, optimizer state, losses so far).
-
-    As values that `==` compares bit for bit, such as bytes.
-    """
+    #: what wrapping changes in the user's objects: hooks, classes, attributes
     footprint: Callable[[], Mapping[str, object]]
-    """What wrapping changes in the user's objects: hooks, classes, attributes."""
     wrap: Callable[[], object]
     flush: Callable[[], object]
     unwrap: Callable[[], object]
@@ -48,24 +46,18 @@ class PluginContract:
 
     def test_every_step_equals_plain(self) -> None:
         with self._plain_and_wrapped() as (plain, wrapped):
-            for step in range(self.steps):
-                plain.step()
-                wrapped.step()
+            for step in self._steps(plain, wrapped):
                 _check_equal(wrapped.state(), plain.state(), f"after step {step}")
 
     def test_steps_without_a_look_between_equal_plain(self) -> None:
         with self._plain_and_wrapped() as (plain, wrapped):
-            for _ in range(self.steps):
-                plain.step()
-                wrapped.step()
+            assert len(list(self._steps(plain, wrapped))) == self.steps
             _check_equal(wrapped.state(), plain.state(), f"after {self.steps} steps")
 
     def test_flush_is_idempotent(self) -> None:
         with self._plain_and_wrapped() as (plain, wrapped):
             wrapped.flush()
-            for step in range(self.steps):
-                plain.step()
-                wrapped.step()
+            for step in self._steps(plain, wrapped):
                 wrapped.flush()
                 _check_equal(wrapped.state(), plain.state(), f"flushed after step {step}")
                 wrapped.flush()
@@ -77,16 +69,12 @@ class PluginContract:
         wrapped.wrap()
         try:
             assert dict(wrapped.footprint()) != before, "the footprint does not show the wrap"
-            for _ in range(self.steps):
-                plain.step()
-                wrapped.step()
+            assert len(list(self._steps(plain, wrapped))) == self.steps
         finally:
             wrapped.unwrap()
         _check_equal(wrapped.footprint(), before, "after unwrap")
         _check_equal(wrapped.state(), plain.state(), "after unwrap")
-        for step in range(self.steps):
-            plain.step()
-            wrapped.step()
+        for step in self._steps(plain, wrapped):
             _check_equal(wrapped.state(), plain.state(), f"in step {step} after unwrap")
 
     def test_stats_has_every_figure(self) -> None:
@@ -99,6 +87,12 @@ class PluginContract:
             self._check_stats(wrapped.stats(), steps=self.steps)
         finally:
             wrapped.unwrap()
+
+    def _steps(self, plain: TrainingRun, wrapped: TrainingRun) -> Iterator[int]:
+        for step in range(self.steps):
+            plain.step()
+            wrapped.step()
+            yield step
 
     @contextmanager
     def _plain_and_wrapped(self) -> Iterator[tuple[TrainingRun, TrainingRun]]:

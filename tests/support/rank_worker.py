@@ -48,12 +48,13 @@ class Launch:
     With a `world_size` of 0 the process is no rank: it has no process group and no signals.
     """
 
-    rank: int
-    world_size: int
-    store_port: int
-    timeout_s: float
-    output: str
-    import_path: list[str]
+    world_size: int = 0
+    store_port: int = 0
+    #: of a rank of Horovod, its launcher's to say
+    rank: int = -1
+    timeout_s: float = 100.0
+    output: str = ""
+    import_path: list[str] = field(default_factory=lambda: list(sys.path))
     environment: dict[str, str] = field(default_factory=dict)
     #: Horovod's own variables, for a rank of Horovod instead of a process group
     horovod: dict[str, str] = field(default_factory=dict)
@@ -201,7 +202,7 @@ def serve_cases(launch: Launch) -> None:
     global _signals
     _signals = Signals(launch)
     with Client(launch.address, family="AF_UNIX") as connection:
-        connection.send(launch.rank)
+        connection.send((launch.rank, os.getpid()))
         while True:
             try:
                 number, case, args = load(connection.recv_bytes())

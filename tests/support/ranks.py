@@ -165,16 +165,15 @@ class Ranks:
                     rank=rank,
                     world_size=self.world_size,
                     store_port=self._store.port,
-                    timeout_s=100.0,
                     output=str(folder / f"rank{rank}"),
-                    import_path=sys.path,
                     horovod=self._horovod(rank),
                     address=address,
                 )
                 self._pids[rank] = self._server().start(launch)
             for _ in range(self.world_size):
                 connection = listener.accept()
-                self._connections[connection.recv()] = connection
+                rank, _ = connection.recv()
+                self._connections[rank] = connection
         self._output = folder
 
     def _collect(self, timeout_s: float) -> tuple[dict[int, Any], dict[int, str]]:
@@ -209,6 +208,86 @@ class Ranks:
         return (self._output / f"rank{rank}.err").read_text(errors="replace")[-6000:]
 
 
+class Fresh:
+    """Processes that each run `case(*args)` as a script would.
+
+    The default process group exists when the case begins (with `timeout_s` of its own) and is the
+    case's to destroy; with Horovod's variables of each rank, in `horovod`, Horovod has begun
+    instead. `FRESH_FOLDER` names a folder that they share.
+    """
+
+    def __init__(
+        self,
+        case: Callable[..., object],
+        world_size: int = 2,
+        timeout_s: float = 30.0,
+        env: Callable[[int], Mapping[str, str]] = lambda rank: {},
+        args: tuple[object, ...] = (),
+        horovod: Sequence[dict[str, str]] = (),
+    ) -> None:
+        self._server, self._store = fork_server(*HOROVOD[: len(horovod)]), new_store()
+        self._folder = tempfile.TemporaryDirectory(prefix="fresh-")
+        self.folder = Path(self._folder.name)
+        self._began = time.monotonic()
+        self._ended: dict[int, tuple[int, float]] = {}
+        self.hung: set[int] = set()
+        self.running = {
+            rank: self._server.start(
+                Launch(
+                    rank=rank,
+                    world_size=world_size,
+                    store_port=self._store.port,
+                    timeout_s=timeout_s,
+                    output=f"{self.folder}/rank{rank}",
+                    environment={"FRESH_FOLDER": str(self.folder), **env(rank)},
+                    horovod=horovod[rank] if horovod else {},
+                    case=address_of(case),
+                    args=args,
+                )
+            )
+            for rank in range(world_size)
+        }
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self._began
+
+    def poll(self) -> bool:
+        """True once every rank has ended."""
+        for rank, pid in list(self.running.items()):
+            if (code := self._server.poll(pid)) is not None:
+                del self.running[rank]
+                self._ended[rank] = code, self.seconds
+        return not self.running
+
+    def end_hung(self) -> None:
+        """Kills what still runs, its stacks in `stderr`."""
+        for pid in self.running.values():
+            os.kill(pid, signal.SIGCONT)
+            os.kill(pid, signal.SIGUSR1)
+        if self.running:
+            time.sleep(0.3)
+        self.hung |= self.running.keys()
+        self._ended |= dict.fromkeys(self.running, (-signal.SIGKILL, self.seconds))
+        self._server.end(self.running)
+        self.running = {}
+
+    def ends(self) -> list[ExitedRank]:
+        """By rank."""
+        return [
+            ExitedRank(code, self._said(rank, "out"), self._said(rank, "err"), seconds)
+            for rank, (code, seconds) in sorted(self._ended.items())
+        ]
+
+    def _said(self, rank: int, stream: str) -> str:
+        return (self.folder / f"rank{rank}.{stream}").read_text(errors="replace")
+
+    def close(self) -> None:
+        """Ends what still runs; its files are gone afterwards."""
+        self._server.end(self.running)
+        self._folder.cleanup()
+
+
 def run_fresh(
     case: Callable[..., object],
     world_size: int = 2,
@@ -217,52 +296,11 @@ def run_fresh(
     args: tuple[object, ...] = (),
     horovod: Sequence[dict[str, str]] = (),
 ) -> list[ExitedRank]:
-    """How fresh processes ended that each ran `case(*args)` as a script would.
-
-    The default process group exists when the case begins (`timeout_s` of its own: 30 s) and is the
-    case's to destroy; with Horovod's variables of each rank, in `horovod`, Horovod has begun
-    instead. After `timeout_s` seconds what still runs is killed, its stacks in `stderr`.
-    """
-    server, store = fork_server(*HOROVOD[: len(horovod)]), new_store()
-    with tempfile.TemporaryDirectory(prefix="fresh-") as folder:
-        outputs = [f"{folder}/rank{rank}" for rank in range(world_size)]
-        began = time.monotonic()
-        running = {
-            rank: server.start(
-                Launch(
-                    rank=rank,
-                    world_size=world_size,
-                    store_port=store.port,
-                    timeout_s=30.0,
-                    output=outputs[rank],
-                    import_path=sys.path,
-                    environment=dict(env or {}),
-                    horovod=horovod[rank] if horovod else {},
-                    case=address_of(case),
-                    args=args,
-                )
-            )
-            for rank in range(world_size)
-        }
-        ended: dict[int, tuple[int, float]] = {}
-        while running and time.monotonic() - began < timeout_s:
-            for rank, pid in list(running.items()):
-                code = server.poll(pid)
-                if code is not None:
-                    del running[rank]
-                    ended[rank] = (code, time.monotonic() - began)
+    """How fresh processes ended; after `timeout_s` seconds what still runs is killed."""
+    with contextlib.closing(
+        Fresh(case, world_size, env=lambda rank: env or {}, args=args, horovod=horovod)
+    ) as fresh:
+        while not fresh.poll() and fresh.seconds < timeout_s:
             time.sleep(0.01)
-        for pid in running.values():
-            os.kill(pid, signal.SIGUSR1)
-        if running:
-            time.sleep(0.3)
-            server.end(running)
-        return [
-            ExitedRank(
-                code=ended.get(rank, (-signal.SIGKILL, 0.0))[0],
-                stdout=Path(f"{output}.out").read_text(errors="replace"),
-                stderr=Path(f"{output}.err").read_text(errors="replace"),
-                seconds=ended.get(rank, (0, timeout_s))[1],
-            )
-            for rank, output in enumerate(outputs)
-        ]
+        fresh.end_hung()
+        return fresh.ends()

@@ -1,4 +1,4 @@
-"""A Scheduler over a FakeTransport, with all that it tells written down."""
+"""A Scheduler over a transport that ends tasks when a test says so; all that it tells is kept."""
 
 from __future__ import annotations
 
@@ -8,16 +8,62 @@ from contextlib import contextmanager
 from queue import SimpleQueue
 from typing import Any
 
-from fake_transport import FakeTransport
-
 from bytesched.core import SchedulerCore
-from bytesched.observe import Observers
+from bytesched.errors import SchedulerClosed
 from bytesched.order import Leading, ReadyQueue
 from bytesched.policy import Priority
-from bytesched.scheduler import Scheduler
+from bytesched.scheduler import Done, Scheduler
 from bytesched.task import CommTask, TaskState
 
 WAIT_S = 10.0
+
+
+class FakeTransport:
+    """Sends nothing, remembers what was started, and ends a task when the test asks for it."""
+
+    def __init__(self) -> None:
+        #: every task ever started, in that order
+        self.started: list[CommTask] = []
+        self.closed = False
+        self._in_flight: dict[CommTask, Done] = {}
+        self._changed = threading.Condition()
+
+    @property
+    def in_flight(self) -> tuple[CommTask, ...]:
+        """Started and not ended, oldest first."""
+        with self._changed:
+            return tuple(self._in_flight)
+
+    def start(self, task: CommTask, done: Done) -> None:
+        with self._changed:
+            if self.closed:
+                raise SchedulerClosed(f"{task!r} was started on a closed transport")
+            assert task not in self._in_flight
+            self.started.append(task)
+            self._in_flight[task] = done
+            self._changed.notify_all()
+
+    def wait_for(self, started: int) -> None:
+        """Waits until ``started`` tasks have been started in all."""
+        with self._changed:
+            assert self._changed.wait_for(lambda: len(self.started) >= started, WAIT_S)
+
+    def finish(self, task: CommTask) -> None:
+        self._in_flight.pop(task)(task, None)
+
+    def finish_next(self) -> None:
+        """The oldest task in flight has been sent."""
+        self.finish(self.in_flight[0])
+
+    def fail(self, task: CommTask, error: BaseException) -> None:
+        self._in_flight.pop(task)(task, error)
+
+    def close(self) -> None:
+        """Tasks in flight fail."""
+        with self._changed:
+            self.closed = True
+        for task in self.in_flight:
+            self.fail(task, SchedulerClosed(f"{task!r} was in flight on close"))
 
 
 class Bench:
@@ -28,7 +74,6 @@ class Bench:
         *,
         credit_bytes: int = 1,
         queue: ReadyQueue | None = None,
-        observers: Observers | None = None,
         transport: FakeTransport | None = None,
     ) -> None:
         self.transport = transport or FakeTransport()
@@ -44,7 +89,6 @@ class Bench:
             announce=self.announce,
             on_finish=self.on_finish,
             on_error=self.on_error,
-            observers=observers,
         )
 
     def announce(self, tasks: Sequence[CommTask]) -> None:
@@ -58,10 +102,12 @@ class Bench:
         self.errors.append(error)
         self.failed.set()
 
-    def ready(self, *tasks: CommTask) -> None:
+    def ready(self, *tasks: CommTask, started: int = 0) -> None:
+        """Returns when so many tasks have been started in all."""
         for task in tasks:
             assert task.notify_ready()
             self.scheduler.notify_ready(task)
+        self.transport.wait_for(started)
 
     def settle(self) -> None:
         """Returns when all that was told so far has been dealt with."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-TINY = {
+from typing import Any
+
+TINY: dict[str, Any] = {
     "name": "tiny",
     "description": "for tests",
     "layers": [
@@ -13,11 +15,10 @@ TINY = {
 }
 #: with a layer of 4 MiB
 TINY_TO_SEND = {
-    "name": "tiny",
-    "description": "for tests",
+    **TINY,
     "layers": [
-        {"name": "first", "forward_ms": 1, "backward_ms": 2, "shapes": [[64, 64], [64]]},
+        TINY["layers"][0],
         {"name": "second", "forward_ms": 1, "backward_ms": 2, "shapes": [[1024, 1024]]},
-        {"name": "third", "forward_ms": 1, "backward_ms": 3, "shapes": [[64, 256]]},
+        TINY["layers"][2],
     ],
 }

@@ -31,12 +31,7 @@ def warm_python(*modules: str) -> str:
     server = fork_server(*modules)
     pid = server.start(
         Launch(
-            rank=0,
-            world_size=0,
-            store_port=0,
-            timeout_s=0.0,
             output=str(folder / "server"),
-            import_path=sys.path,
             case=(str(Path(__file__).with_name("warm_server.py")), "serve_programs"),
             args=(str(folder),),
         )

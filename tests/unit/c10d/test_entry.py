@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,30 +17,18 @@ from bytesched.plugins.c10d.entry import Entry
 
 #: longer than a test may take: nothing ends by it
 TIMEOUT_S = 600.0
-
-
-class Base:
-    """A process group as far as it matters here."""
-
-    def __init__(self, rank: int, size: int) -> None:
-        self._rank, self._size = rank, size
-
-    def rank(self) -> int:
-        return self._rank
-
-    def size(self) -> int:
-        return self._size
+Make = Callable[..., Any]
 
 
 @pytest.fixture
-def group(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Any]:
+def group(monkeypatch: pytest.MonkeyPatch) -> Make:
     """The group of a rank; of two, unless another size is given."""
     store = HashStore()
     for module in (entry, announcing):
         monkeypatch.setattr(module, "store_of", lambda base: store)
 
     def make(rank: int, size: int = 2) -> Any:
-        return Base(rank, size)
+        return SimpleNamespace(rank=lambda: rank, size=lambda: size)
 
     return make
 
@@ -53,33 +42,8 @@ def outcome(work: Callable[[], None]) -> str:
     return "entered"
 
 
-def test_ranks_that_agree_enter(group: Callable[[int], Any]) -> None:
-    def enter(rank: int) -> str:
-        def agree() -> None:
-            with Entry(group(rank)) as ranks:
-                ranks.agree(["a", "b"], TIMEOUT_S)
-                ranks.agree([], TIMEOUT_S)
-                assert ranks.number == 1
-
-        return outcome(agree)
-
-    assert together(enter) == ["entered", "entered"]
-
-
-def test_other_statements_are_named_on_both_ranks(group: Callable[[int], Any]) -> None:
-    def enter(rank: int) -> str:
-        statements = ["same", "policy = 'fifo'" if rank else "policy = 'priority'"]
-        return outcome(lambda: Entry(group(rank)).agree(statements, TIMEOUT_S))
-
-    for said in together(enter):
-        assert said.startswith("MismatchError: the ranks disagree: rank 0 has \"policy = 'pri")
-        assert "rank 1 has \"policy = 'fifo'\"" in said
-
-
 @pytest.mark.parametrize("stage", [0, 1])
-def test_an_error_of_one_rank_is_known_to_the_other(
-    group: Callable[[int], Any], stage: int
-) -> None:
+def test_an_error_of_one_rank_is_known_to_the_other(group: Make, stage: int) -> None:
     def enter(rank: int) -> str:
         def agree() -> None:
             with Entry(group(rank)) as ranks:
@@ -96,7 +60,7 @@ def test_an_error_of_one_rank_is_known_to_the_other(
     assert first == "MismatchError: rank 1 does not wrap: PluginError: no such model"
 
 
-def test_one_that_declines_is_known_at_once_among_many(group: Callable[..., Any]) -> None:
+def test_one_that_declines_is_known_at_once_among_many(group: Make) -> None:
     """The fourth never comes."""
 
     def enter(rank: int) -> str:
@@ -110,12 +74,12 @@ def test_one_that_declines_is_known_at_once_among_many(group: Callable[..., Any]
     assert first == third == "MismatchError: rank 1 does not wrap: enabled is off"
 
 
-def test_one_that_does_not_come_is_named(group: Callable[[int], Any]) -> None:
+def test_one_that_does_not_come_is_named(group: Make) -> None:
     with pytest.raises(SchedulerTimeout, match="rank 1 did not come to"):
         Entry(group(0)).agree([], timeout_s=0.1)
 
 
-def test_the_next_entry_is_another(group: Callable[[int], Any]) -> None:
+def test_the_next_entry_is_another(group: Make) -> None:
     for rank in range(2):
         Entry(group(rank)).decline("for now")
 
@@ -125,37 +89,37 @@ def test_the_next_entry_is_another(group: Callable[[int], Any]) -> None:
     assert together(enter) == ["entered", "entered"]
 
 
-def announced(group: Callable[[int], Any], *statements: str) -> list[Announcement]:
+def announced(group: Make, *statements: str) -> list[Announcement]:
     return [Announcement(group(rank), [text]) for rank, text in enumerate(statements)]
 
 
-def test_all_that_announced_the_same_go_on(group: Callable[[int], Any]) -> None:
+def test_all_that_announced_the_same_go_on(group: Make) -> None:
     ranks = announced(group, "same", "same")
     assert [rank.objection() for rank in ranks] == ["", ""]
     assert [rank.is_first for rank in ranks] == [True, False]
 
 
-def test_all_hear_the_same_objection(group: Callable[[int], Any]) -> None:
+def test_all_hear_the_same_objection(group: Make) -> None:
     ranks = announced(group, "one", "other")
     first, second = (rank.objection() for rank in ranks)
     assert first == second
     assert "rank 0 has 'one', rank 1 has 'other'" in first
 
 
-def test_who_comes_first_decides_for_one_that_announces_later(group: Callable[[int], Any]) -> None:
+def test_who_comes_first_decides_for_one_that_announces_later(group: Make) -> None:
     (first,) = announced(group, "same")
     why = first.objection()
     assert why.startswith("rank 1 takes no part")
     assert Announcement(group(1), ["same"]).objection() == why
 
 
-def test_one_that_withdraws_in_time_is_an_objection(group: Callable[[int], Any]) -> None:
+def test_one_that_withdraws_in_time_is_an_objection(group: Make) -> None:
     first, second = announced(group, "same", "same")
     second.withdraw("another optimizer")
     assert first.objection() == "rank 1 does not go on: another optimizer"
 
 
-def test_one_that_withdraws_too_late_declines_to_enter(group: Callable[[int], Any]) -> None:
+def test_one_that_withdraws_too_late_declines_to_enter(group: Make) -> None:
     first, second = announced(group, "same", "same")
     assert not first.objection()
     second.withdraw("it has gone on")

@@ -2,29 +2,18 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import bytesched
 from bytesched.plugins.c10d.grouping import Grouping, grouping_of, has_groups
 from bytesched.plugins.wave.cutting import refuse_uncuttable
 
-
-class Base:
-    """A process group as far as it matters here."""
-
-    def rank(self) -> int:
-        return 1
-
-    def size(self) -> int:
-        return 2
-
-
-BASE = cast("dist.ProcessGroup", Base())
+BASE: Any = SimpleNamespace(rank=lambda: 1, size=lambda: 2)
 
 
 def model(**attributes: Any) -> nn.Sequential:
@@ -62,29 +51,14 @@ def test_what_is_outside_a_group() -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "group", "said"),
+    ("use", "said"),
     [
-        (nn.Linear(2, 2), None, "groups has a Linear that is neither a parameter nor a module"),
-        ("1.weight", None, "groups has a str that is neither"),
-        (None, dist.GroupMember.NON_GROUP_MEMBER, "is a group that rank 1 is not in"),
-        (None, [0, 1], "is a list, neither a ProcessGroup nor None"),
+        (lambda *of: bytesched.wrap(*of, kvstore=cast("Any", object())), "need torch.distributed"),
+        (lambda optimizer, model: refuse_uncuttable(model, optimizer, 2), "waves have no groups"),
     ],
+    ids=["a store", "waves"],
 )
-def test_refused(key: Any, group: Any, said: str) -> None:
-    built = model()
+def test_where_there_are_no_groups_that_is_said(use: Any, said: str) -> None:
+    built = model(data_parallel_group=None)
     with pytest.raises(bytesched.PluginError, match=said):
-        grouping_of(built, {built[1] if key is None else key: group}, BASE)
-
-
-def test_a_store_has_no_groups() -> None:
-    built = model(data_parallel_group=None)
-    optimizer = torch.optim.SGD(built.parameters(), lr=0.1)
-    with pytest.raises(bytesched.PluginError, match=r"need torch\.distributed"):
-        bytesched.wrap(optimizer, built, kvstore=cast("Any", object()))
-
-
-def test_waves_have_no_groups() -> None:
-    built = model(data_parallel_group=None)
-    optimizer = torch.optim.SGD(built.parameters(), lr=0.1)
-    with pytest.raises(bytesched.PluginError, match="waves have no groups"):
-        refuse_uncuttable(built, optimizer, 2)
+        use(torch.optim.SGD(built.parameters(), lr=0.1), built)

@@ -6,10 +6,14 @@ import socket
 from typing import Any
 
 import pytest
+import torch
+from connected import two_connected
 
 from bytesched.config import Config
-from bytesched.errors import MismatchError, PeerLost
+from bytesched.errors import MismatchError, PeerLost, TransportError
+from bytesched.plugins.c10d.buffers import BufferBroadcast
 from bytesched.plugins.c10d.joining import Joining
+from bytesched.plugins.dependency.failures import Failures
 
 
 class FakeGroup:
@@ -110,3 +114,19 @@ def test_ranks_that_differ_do_not_begin(ranks: Joining, calls: list[str]) -> Non
     with pytest.raises(MismatchError, match="rank 0 has 'mine', rank 1 has 'theirs'"):
         join()
     assert calls[-1] == "control closes"
+
+
+def test_a_broadcast_that_this_rank_has_broken_itself_raises_why() -> None:
+    """A thread of ours has heard that another rank is gone: no deadline has passed."""
+    here, other = two_connected()
+    failures = Failures(here)
+    lost = PeerLost("rank 1 is gone", peers=[1])
+    failures.fail(lost)
+    ddp: Any = None
+    with pytest.raises(TransportError) as raised:
+        BufferBroadcast(here, failures.raise_first)(ddp, {"buffer": torch.ones(2)})
+    assert raised.value is lost
+    assert failures.is_error_seen
+    other.abort()
+    for group in (here, other):
+        group.close()

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from fake_wire import alone, inputs, mlp, sgd
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -47,10 +46,6 @@ def train(ddp: DistributedDataParallel, rounds: int = 3) -> None:
         ddp(inputs(step)).square().mean().backward()
 
 
-def sizes_of(session: Any) -> list[list[int]]:
-    return [[chunk.sent.nbytes for chunk in bucket.chunks] for bucket in session.source.buckets]
-
-
 @pytest.mark.parametrize(
     ("fields", "options", "why"),
     [
@@ -69,20 +64,6 @@ def test_why_parameters_of_a_ddp_have_no_owners(
     assert why_not_sharded(ddp, Config(**fields), **options) == why
 
 
-def test_it_trains_over_groups_of_its_own() -> None:
-    ddp = DistributedDataParallel(mlp())
-    groups = len(dist.distributed_c10d._world.pg_map)
-    session = attached(ddp)
-    train(ddp, 4)
-    session.flush()
-    assert len(dist.distributed_c10d._world.pg_map) == groups
-    plain = DistributedDataParallel(mlp())
-    train(plain, 4)
-    for one, other in zip(ddp.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(one.grad, other.grad)  # type: ignore[arg-type]
-    assert session.stats()["world_size"] == 1
-
-
 @pytest.mark.parametrize(
     ("ddp", "partition_bytes", "buckets", "is_cut"),
     [({}, 600, 2, True), ({}, 0, 1, False), ({"bucket_cap_mb": 1}, 600, 1, True)],
@@ -94,32 +75,25 @@ def test_sizes_are_those_that_were_asked_for(
     model = DistributedDataParallel(mlp(), **ddp)
     session = attached(model, partition_bytes=partition_bytes)
     train(model)
-    sizes = sizes_of(session)
+    sizes = [[chunk.sent.nbytes for chunk in bucket.chunks] for bucket in session.source.buckets]
     assert sum(map(sum, sizes)) == 1936
     assert len(sizes) == buckets
     assert any(len(chunks) > 1 for chunks in sizes) == is_cut
     assert max(map(max, sizes)) <= 1.5 * (partition_bytes or 1936)
 
 
-def test_a_parameter_that_is_no_plain_one_is_refused() -> None:
-    class Own(nn.Parameter):
-        pass
+class Own(nn.Parameter):
+    pass
 
+
+def test_a_parameter_that_is_no_plain_one_is_refused() -> None:
     model: Any = mlp()
     model[2].weight = Own(model[2].weight.data)
     with pytest.raises(PluginError, match=r"'module\.2\.weight' is a Own, not a plain Parameter"):
         attached(DistributedDataParallel(model))
 
 
-def test_an_optimizer_of_another_model_is_refused() -> None:
-    with pytest.raises(PluginError, match="the optimizer has no parameter of this model"):
-        attached(DistributedDataParallel(mlp()), sgd(mlp().parameters()))
-
-
 def test_what_is_not_trained_may_be_of_any_kind() -> None:
-    class Own(nn.Parameter):
-        pass
-
     model: Any = mlp()
     model[0].weight = Own(model[0].weight.data, requires_grad=False)
     model[2].bias.requires_grad_(False)
@@ -127,18 +101,6 @@ def test_what_is_not_trained_may_be_of_any_kind() -> None:
     names = set(session.names.values())
     assert "module.2.bias" in names
     assert "module.0.weight" not in names
-
-
-def test_buffers_are_broadcast_by_us() -> None:
-    model = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4))
-    ddp = DistributedDataParallel(model)
-    session = attached(ddp)
-    train(ddp)
-    assert model[1].num_batches_tracked == 3
-    session.restore()
-    session.close()
-    train(ddp)
-    assert model[1].num_batches_tracked == 6
 
 
 def test_a_session_that_fails_half_way_leaves_ddp_as_it_was(

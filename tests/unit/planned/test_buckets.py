@@ -1,4 +1,4 @@
-"""Buckets of a reducer: their chunks, and the gradients that wait for them."""
+"""Buckets: their chunks, the gradients that wait for them, and where they are cut."""
 
 from __future__ import annotations
 
@@ -12,21 +12,20 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from bytesched.plugins.planned.buckets import Bucket, Member
-from bytesched.plugins.planned.cutting import Cut
-from bytesched.plugins.proxies.pending_grads import PendingGrad
+from bytesched.plugins.planned.cutting import Cut, cut_dealt, cut_whole
+from bytesched.plugins.planned.owners import Way
 
 
 class Sums:
     """Lands what is asked for: the sum is twice what is in the bucket."""
 
-    def __init__(self) -> None:
-        self.settled: list[str] = []
+    settled = False
 
     def answer(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         return NotImplemented
 
     def settle(self, member: Member) -> None:
-        self.settled.append(member.name)
+        self.settled = True
         member.bucket.buffer.mul_(2.0)
         member.bucket.hand_back()
 
@@ -104,43 +103,6 @@ def test_a_gradient_in_it_is_laid_out_as_its_parameter() -> None:
 # -- gradients -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("holds_gradients", [False, True])
-def test_a_read_waits_for_the_sum_and_all_of_the_bucket_has_come(holds_gradients: bool) -> None:
-    one, two = parameters_of(2, 3)
-    bucket = bucket_of(one, two, holds_gradients=holds_gradients)
-    kept: Any = (one.grad, two.grad)
-    assert [type(grad) for grad in kept] == [PendingGrad] * 2
-    assert one.grad.tolist() == [2.0] * 2  # type: ignore[union-attr]
-    assert not bucket.is_under_way
-    assert kept[1].tolist() == [4.0] * 3
-    assert [type(grad) for grad in (*kept, one.grad, two.grad)] == [Tensor] * 4
-    assert bucket.sums.settled == ["a"]  # type: ignore[attr-defined]
-
-
-def test_gradients_that_nobody_has_are_left_alone() -> None:
-    one, two = parameters_of(2, 3)
-    bucket = bucket_of(one, two)
-    one.grad = None
-    two.grad = other = torch.full((3,), 7.0)
-    bucket.hand_back()
-    assert one.grad is None
-    assert other.tolist() == [7.0] * 3
-
-
-def test_a_kept_gradient_has_the_sum_of_its_own_round() -> None:
-    [parameter] = parameters_of(2)
-    bucket = bucket_of(parameter)
-    first = parameter.grad
-    bucket.hand_back()
-    bucket.buffer.fill_(9.0)
-    bucket.is_under_way = True
-    parameter.grad = torch.zeros(2)
-    bucket.members[0].hand_out(parameter.grad)
-    bucket.hand_back()
-    assert first is not None
-    assert (first.tolist(), parameter.grad.tolist()) == ([1.0] * 2, [9.0] * 2)
-
-
 ZERO: dict[str, Callable[[Tensor], object]] = {
     "zero_": lambda grad: grad.zero_(),
     "foreach": lambda grad: torch._foreach_zero_([grad]),
@@ -161,22 +123,12 @@ def test_zeroing_waits_unless_an_update_reads_the_sum_elsewhere(
     member.taken = is_taken
     grad: Any = parameter.grad
     ZERO[zero](grad)
-    assert bool(bucket.sums.settled) is waits  # type: ignore[attr-defined]
+    assert bucket.sums.settled is waits  # type: ignore[attr-defined]
     assert type(grad) is Tensor
     if not waits:
         assert member.view.tolist() == [1.0] * 2
         bucket.hand_back()
     assert grad.tolist() == [0.0] * 2
-
-
-def test_a_new_round_takes_nothing_yet() -> None:
-    [parameter] = parameters_of(2)
-    [member] = bucket_of(parameter).members
-    member.taken = True
-    member.bucket.hand_back()
-    parameter.grad = torch.zeros(2)
-    member.hand_out(parameter.grad)
-    assert not member.taken
 
 
 def test_a_gradient_of_another_class_gets_the_sum_and_keeps_its_class() -> None:
@@ -191,3 +143,75 @@ def test_a_gradient_of_another_class_gets_the_sum_and_keeps_its_class() -> None:
     bucket.hand_back()
     assert own.tolist() == [1.0] * 2
     assert type(own) is Own
+
+
+# -- where they are cut ----------------------------------------------------------------
+
+
+@given(st.integers(1, 10_000), st.sampled_from([2, 4, 8]), st.integers(1, 50_000))
+def test_parts_are_alike_and_of_about_the_size(
+    numel: int, element_bytes: int, chunk_bytes: int
+) -> None:
+    kind = {2: torch.float16, 4: torch.float32, 8: torch.float64}[element_bytes]
+    cuts = cut_whole([], [], torch.empty(numel, dtype=kind), chunk_bytes=chunk_bytes)
+    ends = [cut.end for cut in cuts]
+    sizes = [end - start for start, end in zip([0, *ends], ends, strict=False)]
+    assert sum(sizes) == ends[-1] == numel
+    assert min(sizes) >= 1
+    assert max(sizes) - min(sizes) <= 1
+    mean_bytes = numel * element_bytes / len(sizes)
+    assert mean_bytes <= 1.5 * chunk_bytes or len(sizes) == numel
+    assert mean_bytes >= chunk_bytes / 1.5 or len(sizes) == 1
+
+
+def test_without_a_size_there_is_one_chunk() -> None:
+    assert cut_whole([], [], torch.empty(1000), chunk_bytes=0) == [Cut(1000)]
+    cuts = cut_whole([], [], torch.empty(1000), chunk_bytes=1000)
+    assert [cut.end for cut in cuts] == [250, 500, 750, 1000]
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 40), st.integers(0, 200), st.integers(0, 1)),
+        min_size=1,
+        max_size=8,
+    ),
+    st.integers(1, 100),
+)
+def test_each_element_goes_its_way(gradients: list[tuple[int, int, int]], chunk_bytes: int) -> None:
+    parameters = [torch.empty(numel) for numel, *_ in gradients]
+    ways = {
+        id(parameter): Way(whole_bytes, owner)
+        for parameter, (_, whole_bytes, owner) in zip(parameters, gradients, strict=True)
+    }
+    expected: list[int | None] = []
+    starts = []
+    for numel, whole_bytes, owner in gradients:
+        starts.append(len(expected))
+        expected += [None if 4 * at + 4 <= whole_bytes else owner for at in range(numel)]
+    cuts = cut_dealt(
+        parameters, starts, torch.empty(len(expected)), ways=ways, chunk_bytes=chunk_bytes
+    )
+    found: list[int | None] = []
+    for start, cut in zip([0, *(cut.end for cut in cuts)], cuts, strict=False):
+        assert start < cut.end
+        found += [cut.owner] * (cut.end - start)
+    assert found == expected
+
+
+def test_neighbours_on_one_way_are_cut_as_if_they_were_one() -> None:
+    parameters = [torch.empty(3), torch.empty(3), torch.empty(6)]
+    ways = {id(one): Way(0, owner) for one, owner in zip(parameters, (0, 0, 1), strict=True)}
+    cuts = cut_dealt(parameters, [0, 3, 6], torch.empty(12), ways=ways, chunk_bytes=12)
+    assert cuts == [Cut(3, 0), Cut(6, 0), Cut(9, 1), Cut(12, 1)]
+    cuts = cut_dealt(parameters, [0, 3, 6], torch.empty(12), ways=ways, chunk_bytes=100)
+    assert cuts == [Cut(6, 0), Cut(12, 1)]
+
+
+def test_numbers_of_two_parts_and_what_nobody_was_asked_about_go_whole() -> None:
+    parameter, other = torch.empty(4), torch.empty(4)
+    ways = {id(parameter): Way(0, 1)}
+    of_complex = torch.empty(4, dtype=torch.complex64)
+    assert cut_dealt([parameter], [0], of_complex, ways=ways, chunk_bytes=0) == [Cut(4)]
+    assert cut_dealt([other], [0], torch.empty(4), ways=ways, chunk_bytes=0) == [Cut(4)]
+    assert cut_dealt([parameter], [0], torch.empty(4), ways=ways, chunk_bytes=0) == [Cut(4, 1)]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -12,9 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from bytesched.plugins.planned.buckets import ALONE, Bucket
+from bytesched.plugins.planned.buckets import ALONE
 from bytesched.plugins.planned.bundles import BundleState, Debt, Slot, bundled
-from bytesched.plugins.planned.cutting import Cut
 
 
 def slots_of(*sizes: int) -> list[Slot]:
@@ -33,12 +32,15 @@ def units_of(data: st.DataObject, order: list[int]) -> list[list[int]]:
 
 
 @given(st.data(), st.lists(st.integers(0, 300), min_size=1, max_size=40))
-def test_bundles_have_every_parameter_once_in_the_order_of_use(
+def test_bundles_have_every_parameter_once_in_the_order_of_use_and_whole_units(
     data: st.DataObject, sizes: list[int]
 ) -> None:
     slots = slots_of(*sizes)
     order = data.draw(st.permutations(range(len(sizes))))
-    bundles = bundled(slots, units_of(data, order))
+    units = units_of(data, order)
+    bundles = bundled(slots, units)
+    assert len(bundles) <= len(units)
+    assert all(len({slots[index].bundle.number for index in unit}) == 1 for unit in units)
     assert [slot for bundle in bundles for slot in bundle.slots] == [slots[i] for i in order]
     assert [bundle.number for bundle in bundles] == list(range(len(bundles)))
     assert all(slot.bundle is bundle for bundle in bundles for slot in bundle.slots)
@@ -64,15 +66,6 @@ def test_parameters_over_one_memory_are_updated_together() -> None:
     assert slots[20].bundle is slots[0].bundle
     assert [slot.name for slot in bundles[0].slots] == ["0", "tied"]
     assert len(bundles) > 5
-
-
-@given(st.data(), st.lists(st.integers(1, 300), min_size=1, max_size=40))
-def test_none_begins_within_a_unit(data: st.DataObject, sizes: list[int]) -> None:
-    slots = slots_of(*sizes)
-    units = units_of(data, list(range(len(sizes))))
-    bundles = bundled(slots, units)
-    assert all(len({slots[index].bundle.number for index in unit}) == 1 for unit in units)
-    assert len(bundles) <= len(units)
 
 
 @pytest.mark.parametrize("is_tied", [False, True])
@@ -101,44 +94,18 @@ def test_what_has_come_is_updated_by_itself(is_tied: bool) -> None:
     assert bundle.split(cast(Any, {0, 1, 2})) == (bundle.debts, [])
 
 
-class Sums:
-    def answer(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        return NotImplemented
-
-    def settle(self, member: Any) -> None:
-        raise AssertionError("nothing waits here")
-
-
 def member_of(slot: Slot, value: float) -> Any:
-    buffer = torch.full((slot.parameter.numel(),), value)
-    view = buffer.view(slot.parameter.shape)
-    bucket = Bucket(
-        *(Sums(), buffer, [slot.parameter], [view], {}),
-        holds_gradients=False,
-        cut=lambda _, __, buffer: [Cut(buffer.numel())],
-        first=0,
-    )
-    return bucket.members[0]
+    """Of a bucket."""
+    return SimpleNamespace(view=torch.full_like(slot.parameter, value), chunks=[])
 
 
-def test_an_update_sees_the_parameter_and_the_gradient_in_the_bucket() -> None:
+@pytest.mark.parametrize("is_trained", [False, True])
+def test_an_update_sees_where_parameter_and_gradient_have_moved(is_trained: bool) -> None:
     [slot] = slots_of(3)
-    slot.parameter.grad = torch.full((3,), 5.0)
-    member = member_of(slot, 2.0)
-    assert slot.take(member)
-    alias = slot.alias
-    torch.optim.SGD([alias], lr=1.0).step()
-    assert slot.parameter.tolist() == [-2.0] * 3
-    assert slot.parameter.grad.tolist() == [5.0] * 3
-    assert alias._version == slot.parameter._version
-    assert not slot.take(member)
-    assert slot.alias is alias
-
-
-def test_it_sees_where_both_have_moved() -> None:
-    [slot] = slots_of(3)
+    slot.parameter.requires_grad_(is_trained)
     slot.take(member_of(slot, 2.0))
     alias, other = slot.alias, member_of(slot, 3.0)
+    assert (type(alias), alias.requires_grad) == (nn.Parameter, is_trained)
     assert not slot.take(other)
     assert slot.alias is alias
     assert alias.grad is other.view
@@ -147,15 +114,6 @@ def test_it_sees_where_both_have_moved() -> None:
     assert slot.alias is not alias
     assert slot.alias.data_ptr() == slot.parameter.data_ptr()
     assert slot.alias.grad is other.view
-
-
-@pytest.mark.parametrize("is_trained", [False, True])
-def test_an_alias_is_as_its_parameter(is_trained: bool) -> None:
-    [slot] = slots_of(2)
-    slot.parameter.requires_grad_(is_trained)
-    slot.take(member_of(slot, 1.0))
-    assert slot.alias.requires_grad is is_trained
-    assert type(slot.alias) is nn.Parameter
 
 
 def test_uses_of_memory_that_is_no_more_are_not_counted() -> None:

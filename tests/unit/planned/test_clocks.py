@@ -21,19 +21,6 @@ def cuda() -> Iterator[FakeCuda]:
         yield device
 
 
-def test_moments_of_the_host_are_apart() -> None:
-    clock = HostClock()
-    began, ended = clock.moment(), clock.moment()
-    assert 0.0 <= clock.seconds(began, ended) < 100.0
-    assert clock.seconds(ended, began) == -clock.seconds(began, ended)
-
-
-def test_the_host_sees_sums_end_and_needs_no_probe() -> None:
-    wire = FakeWire()
-    assert HostClock().probe(wire) is None
-    assert not wire.started
-
-
 def test_where_it_does_not_it_waits_for_sums_with_names(monkeypatch: pytest.MonkeyPatch) -> None:
     wire, keys = FakeWire(), []
     wire.sees_ends = False

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import torch
 from access_order import Order
-from fake_cuda import CUDA, FakeStream, fake_cuda
-from fake_wire import FakeWire, Run, alone, inputs, mlp
+from fake_cuda import CUDA, FakeStream
+from fake_wire import FakeWire, Run, inputs, mlp
 from torch import Tensor, nn
 
 from bytesched.plugins.planned import gates, source, updates
@@ -33,64 +33,7 @@ from bytesched.plugins.proxies.pending_grads import PendingGrad, make_plain
 Script = Callable[[Run], object]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def group() -> Iterator[None]:
-    with alone():
-        yield
-
-
-@pytest.fixture(autouse=True)
-def device() -> Iterator[None]:
-    with fake_cuda():
-        yield
-
-
-# -- the watch itself ------------------------------------------------------------------
-
-
-def test_work_on_two_streams_needs_an_event() -> None:
-    order, other = Order(), FakeStream()
-    order.names.append(lambda: [("one", one), ("two", two)])
-    with order.watching():
-        one, two, three = torch.zeros(4), torch.zeros(4), torch.zeros(4)
-        with CUDA.on(other):
-            one.zero_()
-            other.wait_stream(CUDA.default)
-            three.add_(two)
-        two.zero_()
-        CUDA.default.wait_stream(other)
-        three.zero_()
-    here, there = CUDA.default.name, other.name
-    assert order.found == [
-        f"zero_ on {there} writes one, and waits for no end of zeros on {here}",
-        f"zero_ on {here} writes two, and waits for no end of add_ on {there}",
-    ]
-
-
-@pytest.mark.parametrize("has_streams", [False, True])
-def test_a_sum_has_to_be_waited_for(has_streams: bool) -> None:
-    order = Order()
-    wire = FakeWire(has_streams, order=order)
-    order.names.append(lambda: [("left", left), ("right", right), ("a copy", copied)])
-    with order.watching():
-        both, copied = torch.ones(8), torch.empty(4)
-        left, right = both[:4], both[4:]
-        works = [wire.start(left), wire.start(right)]
-        left.clone()
-        right.zero_()
-        order.leaves_unsummed(copied)
-        copied.sum()
-        for work in works[::-1]:
-            wire.wait(work, "a sum")
-        both.sum()
-        copied.copy_(left)
-        copied.sum()
-    assert [re.sub(r" on stream \d+| \d+", "", one) for one in order.found] == [
-        "clone reads left, and waits for no end of sum",
-        "zero_ writes right, and waits for no end of sum",
-        "sum reads a copy, which is not summed, by backward",
-    ]
-    assert both.tolist() == [2.0] * 4 + [0.0] * 4
+pytestmark = pytest.mark.usefixtures("group", "device")
 
 
 # -- scripts ---------------------------------------------------------------------------
@@ -196,15 +139,6 @@ def aliased(run: Run) -> None:
         run.optimizer.step()
 
 
-def evaluated(run: Run) -> None:
-    for step in range(4):
-        run.train()
-        run.model.eval()
-        with torch.no_grad():
-            run.see(run.model(inputs(step)))
-        run.model.train()
-
-
 def some_have_come(run: Run) -> None:
     """When the first layer is called, all but its own sums are here."""
     for _ in range(4):
@@ -251,7 +185,7 @@ def used_first_elsewhere(run: Run) -> None:
 SCRIPTS: tuple[Script, ...] = (
     *(usual, zeroed, zeroed_without_a_step, read_before_the_step, read_after_the_step),
     *(written_again_without_a_step, accumulated, a_regulariser_between, the_module_beside),
-    *(weights_by_hand, kept, aliased, evaluated, some_have_come, stepped_twice),
+    *(weights_by_hand, kept, aliased, some_have_come, stepped_twice),
 )
 #: `no_sync()`; and a part of the model by itself, which is a round without some gradients elsewhere
 OF_DDP: tuple[Script, ...] = (accumulated, the_module_beside)
@@ -281,12 +215,10 @@ class Case:
 
     def run(self) -> list[str]:
         """What is wrong with it, in words."""
-        order, options = Order(), {"gradient_as_bucket_view": self.view}
+        order = Order()
         both: dict[str, Any] = {
-            "make": self.make,
-            "ddp": options,
-            "compression": self.compression,
-            "is_plain": self.is_plain,
+            "ddp": {"gradient_as_bucket_view": self.view},
+            **{name: getattr(self, name) for name in ("make", "compression", "is_plain")},
         }
         run = Run(FakeWire(self.has_streams, order=order), order, **both)
         if self.plan is not None:
@@ -344,11 +276,7 @@ def test_so_has_one_of_a_plain_module(script: Script) -> None:
 
 
 @pytest.mark.parametrize("view", [False, True], ids=["own", "view"])
-@pytest.mark.parametrize(
-    "script",
-    [*SCRIPTS, *ELSEWHERE],
-    ids=lambda script: script.__name__,
-)
+@pytest.mark.parametrize("script", [*SCRIPTS, *ELSEWHERE], ids=lambda script: script.__name__)
 @pytest.mark.one_in(4)
 def test_compressed_it_has_those_of_a_hook_of_ddp(script: Script, view: bool) -> None:
     for has_streams in (True,) if script in ELSEWHERE else (False, True):
@@ -387,7 +315,7 @@ def not_landed(of_session: Any) -> None:
     of_session.source.backward_begins([slot.parameter for slot in of_session.slots])
 
 
-def handed_back_without_its_sum(bucket: Bucket) -> None:
+def without_its_sum(bucket: Bucket) -> None:
     bucket.is_under_way = False
     for member in bucket.members:
         made_plain(member)
@@ -403,104 +331,75 @@ def still_landed(sending: Sending, chunks: Sequence[Chunk], *, is_last: bool) ->
 
 READY = Sending.ready
 
-#: of what, its name, what is there in its place, a case that needs it, and what is found without
-WAITS: dict[str, tuple[Any, str, Any, Case, str]] = {
-    "an update, for its sums": (
-        *(Sending, "wait", nothing, Case(usual)),
-        r"reads .*0\.weight in its bucket.*, and waits for no end of sum",
+
+def without(
+    owner: Any,
+    name: str,
+    found: str,
+    script: Script = usual,
+    instead: Any = nothing,
+    **options: Any,
+) -> tuple[Any, str, str, Case, Any]:
+    """What is taken out of ``owner``, what is found then, and in which case."""
+    return owner, name, found, Case(script, **options), instead
+
+
+UNSUMMED = r"reads .*0\.weight\.grad, which is not summed"
+OWED = r"reads .*0\.weight, which waits for its update"
+IN_BUCKET = r".*0\.weight in its bucket.*"
+READS, WRITES = (f"{verb} {IN_BUCKET}, and waits for no end of sum" for verb in ("reads", "writes"))
+DIFFERS = r"0\.weight differs"
+ADDS = r"add_? on .* (reads|writes) .*0\.weight\.grad"
+WAITS = {
+    "an update, for its sums": without(Sending, "wait", READS),
+    "a later round, for all of the last one": without(
+        DdpSession, "backward_begins", WRITES, written_again_without_a_step, not_landed
     ),
-    "a later round, for all of the last one": (
-        *(DdpSession, "backward_begins", not_landed, Case(written_again_without_a_step)),
-        r"copy_ on stream \d+ writes .*0\.weight in its bucket.*, and waits for no end of sum",
+    "a pass through another graph": without(
+        DdpSession, "backward_begins", ADDS, a_regulariser_between, not_landed
     ),
-    "a pass through another graph": (
-        *(DdpSession, "backward_begins", not_landed, Case(a_regulariser_between)),
-        r"add_? on stream \d+ (reads|writes) .*0\.weight\.grad",
+    "a pass through another graph, in the bucket": without(
+        DdpSession, "backward_begins", ADDS, a_regulariser_between, not_landed, view=True
     ),
-    "a pass through another graph, in the bucket": (
-        *(DdpSession, "backward_begins", not_landed, Case(a_regulariser_between, view=True)),
-        r"add_? on stream \d+ (reads|writes) .*0\.weight\.grad.*, and waits for no end of sum",
+    "gradients that everyone sees": without(Member, "hand_out", UNSUMMED),
+    "a read of a gradient": without(
+        Member, "settle", f"clone on .* {UNSUMMED}", read_before_the_step, made_plain
     ),
-    "gradients that everyone sees": (
-        *(Member, "hand_out", nothing, Case(usual)),
-        r"reads .*0\.weight\.grad, which is not summed",
+    "zeroing, for an update that reads the bucket": without(
+        Updates, "settle", f"writes {IN_BUCKET}, which an update is to read", zeroed, view=True
     ),
-    "a read of a gradient": (
-        *(Member, "settle", made_plain, Case(read_before_the_step)),
-        r"clone on stream \d+ reads .*0\.weight\.grad, which is not summed",
+    "zeroing of what no update has taken": without(
+        Member, "zeroes", f"zero_ on .* {WRITES}", zeroed_without_a_step, made_plain, view=True
     ),
-    "zeroing, for an update that reads the bucket": (
-        *(Updates, "settle", nothing, Case(zeroed, view=True)),
-        r"zero_ on stream \d+ writes .*0\.weight in its bucket, which an update is to read",
+    "the first rounds, in backward": without(Rounds, "land", UNSUMMED),
+    "a use of a parameter": without(updates, "hold_all", OWED, weights_by_hand),
+    "a call of a module": without(gates, "gate", OWED, instead=lambda *_: nothing, make=kernels),
+    "kept gradients, for their sums": without(
+        Bucket, "hand_back", "reads something, which is not summed", kept, without_its_sum
     ),
-    "zeroing of what no update has taken": (
-        *(Member, "zeroes", made_plain, Case(zeroed_without_a_step, view=True)),
-        r"zero_ on stream \d+ writes .*0\.weight in its bucket, and waits for no end of sum",
+    "gradients that others see": without(source, "ALONE", UNSUMMED, aliased, 1000),
+    "buckets that others see": without(Bucket, "is_seen", READS, aliased, False, view=True),
+    "another stream, for an update": without(
+        Streams, "part", r"reads .*0\.weight, .* of add_", used_first_elsewhere, has_streams=True
     ),
-    "the first rounds, in backward": (
-        *(Rounds, "land", nothing, Case(usual)),
-        r"reads .*0\.weight\.grad, which is not summed",
+    "every round by itself": without(Sending, "ready", READS, instead=still_landed),
+    "the place in the plan, for the round": without(
+        Sending, "round_begins", r"'module\.\d.*' was not sent", read_before_the_step, plan=by_turns
     ),
-    "a use of a parameter": (
-        *(updates, "hold_all", nothing, Case(weights_by_hand)),
-        r"reads .*0\.weight, which waits for its update",
+    "compressed sums, to come back": without(Coding, "decode", DIFFERS, compression="bf16"),
+    "an update, for sums of a plain module": without(Sending, "wait", READS, is_plain=True),
+    "a later round of a plain module, for all of the last one": without(
+        *(PlannedSession, "backward_begins", WRITES, written_again_without_a_step, not_landed),
+        is_plain=True,
     ),
-    "a call of a module": (
-        *(gates, "gate", lambda *_: nothing, Case(usual, make=kernels)),
-        r"reads .*0\.weight, which waits for its update",
-    ),
-    "kept gradients, for their sums": (
-        *(Bucket, "hand_back", handed_back_without_its_sum, Case(kept)),
-        r"clone on stream \d+ reads something, which is not summed",
-    ),
-    "gradients that others see": (
-        *(source, "ALONE", 1000, Case(aliased)),
-        r"clone on stream \d+ reads .*0\.weight\.grad, which is not summed",
-    ),
-    "buckets that others see": (
-        *(Bucket, "is_seen", False, Case(aliased, view=True)),
-        r"clone on stream \d+ reads .*0\.weight in its bucket, and waits for no end of sum",
-    ),
-    "another stream, for an update": (
-        *(Streams, "part", nothing, Case(used_first_elsewhere, has_streams=True)),
-        r"clone on stream \d+ reads .*0\.weight, and waits for no end of add_ on stream",
-    ),
-    "every round by itself": (
-        *(Sending, "ready", still_landed, Case(usual)),
-        r"reads .*0\.weight in its bucket.*, and waits for no end of sum",
-    ),
-    "the place in the plan, for the round": (
-        *(Sending, "round_begins", nothing, Case(read_before_the_step, plan=by_turns)),
-        r"'module\.\d.*' was not sent on rank 0",
-    ),
-    "compressed sums, to come back": (
-        *(Coding, "decode", nothing, Case(usual, compression="bf16")),
-        r"0\.weight differs",
-    ),
-    "an update, for sums of a plain module": (
-        *(Sending, "wait", nothing, Case(usual, is_plain=True)),
-        r"reads .*0\.weight in its bucket.*, and waits for no end of sum",
-    ),
-    "a later round of a plain module, for all of the last one": (
-        *(
-            PlannedSession,
-            "backward_begins",
-            not_landed,
-            Case(written_again_without_a_step, is_plain=True),
-        ),
-        r"writes .*0\.weight in its bucket.*, and waits for no end of sum",
-    ),
-    "buckets that have moved": (
-        *(Bucket, "is_of", lambda *_: True, Case(usual)),
-        r"0\.weight differs",
-    ),
+    "buckets that have moved": without(Bucket, "is_of", DIFFERS, instead=lambda *_: True),
 }
 
 
 @pytest.mark.parametrize("name", WAITS)
 @pytest.mark.one_in(2)
 def test_a_wait_that_is_taken_out_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    owner, attribute, instead, case, expected = WAITS[name]
+    owner, attribute, expected, case, instead = WAITS[name]
     assert case.run() == []
     monkeypatch.setattr(owner, attribute, instead)
     found = case.run()
@@ -595,7 +494,5 @@ def test_an_event_between_streams_that_is_taken_out_is_found(
 ) -> None:
     monkeypatch.setattr(Streams, event, lambda streams: streams.see())
     found = in_turns(has_streams=True, view=False)
-    expected = (
-        r" on stream \d+ (reads|writes) .*weight.*, and waits for no end of \w+ on stream \d+"
-    )
+    expected = r" (reads|writes) .*weight.*, and waits for no end of \w+ on stream \d+"
     assert any(re.search(expected, one) for one in found), found[:5]

@@ -1,26 +1,23 @@
-"""The reducer of a DDP: other buckets, our hook, and scripts that register their own."""
+"""The reducer of a DDP: other buckets, and the gradients that our hook leaves."""
 
 from __future__ import annotations
 
-import copy
-import io
-from collections.abc import Iterator
+import gc
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from fake_wire import alone, inputs, mlp
+from fake_wire import Run, inputs, mlp
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
 
+from bytesched.plugins.planned import ddp_session
 from bytesched.plugins.planned.reducer import hook, reduced_by, renew, why_not_renewed
 
-
-@pytest.fixture(scope="module", autouse=True)
-def group() -> Iterator[None]:
-    with alone():
-        yield
+pytestmark = pytest.mark.usefixtures("group")
 
 
 class Hook:
@@ -36,11 +33,10 @@ class Hook:
         return future
 
 
-def hooked(ddp: DistributedDataParallel) -> tuple[Any, list[str]]:
-    seen, aside = Hook(), list[str]()
-    made: Any = seen
-    made.undo = hook(ddp, made, lambda: aside.append("aside"))
-    return seen, aside
+def hooked(ddp: DistributedDataParallel) -> Any:
+    made: Any = Hook()
+    hook(ddp, made, lambda: None)
+    return made
 
 
 def rounds(ddp: Any, count: int = 3) -> None:
@@ -57,7 +53,7 @@ def names_of(ddp: DistributedDataParallel, parameters: list[nn.Parameter]) -> li
 def test_buckets_are_of_the_size_that_is_asked_for(view: bool) -> None:
     ddp = DistributedDataParallel(mlp(), gradient_as_bucket_view=view)
     renew(ddp, 600)
-    seen, _ = hooked(ddp)
+    seen = hooked(ddp)
     # After the first round DDP makes those that stay.
     rounds(ddp, 2)
     seen.sizes.clear()
@@ -78,20 +74,12 @@ def test_without_a_size_buckets_are_those_of_ddp() -> None:
         if again:
             renew(ddp, 600)
             renew(ddp, 0)
-        seen, _ = hooked(ddp)
+        seen = hooked(ddp)
         rounds(ddp)
         caps.append((ddp.bucket_bytes_cap, seen.sizes))
     assert caps[0] == caps[1]
     defaults: Any = dist
     assert defaults._DEFAULT_FIRST_BUCKET_BYTES == 1024 * 1024
-
-
-def test_the_hook_may_come_with_the_reducer() -> None:
-    ddp = DistributedDataParallel(mlp())
-    seen, _ = hooked(ddp)
-    renew(ddp, 600, seen)
-    rounds(ddp, 1)
-    assert seen.sizes
 
 
 def test_what_is_reduced_was_decided_when_ddp_was_made() -> None:
@@ -109,74 +97,81 @@ def test_what_is_reduced_was_decided_when_ddp_was_made() -> None:
     assert frozen == ["0.weight"]
 
 
-def test_a_static_graph_stays_one() -> None:
-    ddp = DistributedDataParallel(mlp(), static_graph=True)
-    rounds(ddp, 1)
-    renew(ddp, 600)
-    seen, _ = hooked(ddp)
-    rounds(ddp)
-    assert len(seen.sizes) > 3
-
-
-def test_gradients_are_what_they_were() -> None:
-    plain, ours = DistributedDataParallel(mlp()), DistributedDataParallel(mlp())
-    renew(ours, 600)
-    hooked(ours)
-    for ddp in (plain, ours):
-        rounds(ddp, 1)
-    for one, other in zip(plain.parameters(), ours.parameters(), strict=True):
-        assert torch.equal(one.grad, other.grad)  # type: ignore[arg-type]
-
-
 def test_a_size_that_the_script_has_chosen_stays() -> None:
     assert why_not_renewed(DistributedDataParallel(mlp())) == ""
     chosen = DistributedDataParallel(mlp(), bucket_cap_mb=1)
     assert why_not_renewed(chosen) == "bucket_cap_mb was given to DDP"
 
 
-def test_a_hook_of_the_script_makes_us_stand_aside_first() -> None:
-    ddp, ours, theirs = DistributedDataParallel(mlp()), Hook(), Hook()
-    log: list[str] = []
-
-    def stand_aside() -> None:
-        log.append("aside")
-        undo()
-        renew(ddp, 0)
-
-    source: Any = ours
-    undo = hook(ddp, source, stand_aside)
-    ddp.register_comm_hook(None, lambda state, bucket: theirs(state, bucket))
-    rounds(ddp, 1)
-    assert log == ["aside"]
-    assert theirs.sizes
-    assert not ours.sizes
+def backward(run: Run, *, set_to_none: bool = True) -> list[torch.Tensor]:
+    """One round without an update; its gradients."""
+    run.optimizer.zero_grad(set_to_none=set_to_none)
+    run.backward()
+    return [parameter.grad for parameter in run.model.parameters()]
 
 
-def test_undone_ddp_has_its_own_methods() -> None:
-    ddp = DistributedDataParallel(mlp())
-    seen, aside = hooked(ddp)
-    assert "register_comm_hook" in vars(ddp)
-    seen.undo()
-    seen.undo()
-    assert "register_comm_hook" not in vars(ddp)
-    method: Any = ddp.register_comm_hook
-    assert method.__func__ is DistributedDataParallel.register_comm_hook
-    assert aside == []
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("view", [False, True])
+@pytest.mark.parametrize("keeps_local", [False, True])
+def test_gradients_have_the_bits_of_ddp(
+    run_of: Callable[..., Run],
+    monkeypatch: pytest.MonkeyPatch,
+    keeps_local: bool,
+    view: bool,
+    set_to_none: bool,
+) -> None:
+    """Three is no power of two: DDP multiplies what it copies, and divides what lies there."""
+    if not keeps_local:
+        monkeypatch.setattr(ddp_session, "keep_local", lambda ddp: False)
+    ours, plain = run_of(0, size=3, ddp={"gradient_as_bucket_view": view}), Run()
+    for number in range(4):
+        is_divided = view and not set_to_none and number > 0
+        found = backward(ours, set_to_none=set_to_none)
+        assert bool(ours.pending) is (number > 1)
+        for mine, theirs in zip(found, backward(plain), strict=True):
+            expected = theirs.div(3) if is_divided else theirs.mul(1 / 3)
+            assert torch.equal(mine, expected.mul(3))
 
 
-@pytest.mark.parametrize("how", ["copied", "saved"])
-def test_a_copy_registers_hooks_of_its_own(how: str) -> None:
-    ddp = DistributedDataParallel(mlp())
-    seen, aside = hooked(ddp)
-    if how == "copied":
-        other = copy.deepcopy(ddp)
-    else:
-        torch.save(ddp, buffer := io.BytesIO())
-        buffer.seek(0)
-        other = torch.load(buffer, weights_only=False)
-    theirs = Hook()
-    other.register_comm_hook(None, lambda state, bucket: theirs(state, bucket))
-    assert aside == []
-    rounds(other, 1)
-    assert theirs.sizes
-    assert not seen.sizes
+def test_ddp_does_not_copy_what_is_not_summed(
+    run_of: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pass over all gradients; whoever reads them gets the sums."""
+    copies = []
+    for keeps_local in (True, False):
+        if not keeps_local:
+            monkeypatch.setattr(ddp_session, "keep_local", lambda ddp: False)
+        ours = run_of(2)
+        with torch.profiler.profile() as profiled:
+            ours.train()
+        assert len(ours.pending) == len(ours.slots)
+        copies.append(sum(one.count for one in profiled.key_averages() if one.key == "aten::copy_"))
+    assert copies[1] - copies[0] == len(ours.slots)
+
+
+def test_a_gradient_that_a_hook_has_taken_is_made_by_ddp(run_of: Callable[..., Run]) -> None:
+    ours = run_of(2)
+    first = ours.model.module[0].weight
+    first.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
+    ours.train()
+    assert "module.0.weight" in ours.pending
+    assert first.grad.shape == first.shape
+    assert not first.grad.any()
+
+
+def test_memory_of_buckets_that_are_no_more_goes_at_once(run_of: Callable[..., Any]) -> None:
+    """Without a search for cycles, which comes when it likes."""
+    ours = run_of(1)
+    source = ours.session.source
+    # This wire keeps what it has sent.
+    ours.wire.started, ours.wire.works = [], []
+    early = [StorageWeakRef(bucket.buffer.untyped_storage()) for bucket in source.buckets]
+    gc.disable()
+    try:
+        ours.session.let_go_of_buckets()
+        renew(ours.model, 300, source)
+        source.begin_anew()
+        ours.train(3)
+        assert all(memory.expired() for memory in early)
+    finally:
+        gc.enable()

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from bytesched.plugins.planned.turns import ModelTurns, open_turns
-from bytesched.share.turn import HELD, Turn
+from bytesched.share.turn import HELD
 
 CPU = torch.device("cpu")
 
@@ -30,55 +30,39 @@ def turns(tmp_path: Path) -> Iterator[ModelTurns]:
     assert not HELD
 
 
-def turn_of(turns: ModelTurns) -> Turn:
-    return turns._turn
+def carried_out(turns: ModelTurns, passes: str) -> None:
+    """A letter for each: f forward, F without gradients, b and e the begin and end of backward."""
+    for each in passes:
+        if each in "fF":
+            with torch.set_grad_enabled(each == "f"):
+                turns.forward_begins()
+                assert turns._turn in HELD
+                turns.forward_ends()
+        elif each == "b":
+            turns.backward_begins()
+        else:
+            turns.backward_ends()
 
 
-def test_a_turn_lasts_from_forward_to_the_end_of_backward(turns: ModelTurns) -> None:
-    turns.forward_begins()
-    turns.forward_ends()
-    assert turn_of(turns) in HELD
-    turns.backward_begins()
-    assert turn_of(turns).totals.turns == 1
-    turns.backward_ends()
-    assert not HELD
-
-
-def test_each_forward_pass_lets_others_go_first(turns: ModelTurns) -> None:
-    for _ in range(3):
-        turns.forward_begins()
-        turns.forward_ends()
-    turns.backward_begins()
-    turns.backward_ends()
-    assert turn_of(turns).totals.turns == 3
-
-
-def test_a_backward_pass_takes_one_if_no_forward_pass_has(turns: ModelTurns) -> None:
-    turns.backward_begins()
-    assert HELD
-    turns.backward_ends()
-    assert not HELD
-
-
-def test_a_forward_pass_without_gradients_has_its_own(turns: ModelTurns) -> None:
-    with torch.no_grad():
-        turns.forward_begins()
-        assert HELD
-        turns.forward_ends()
-    assert not HELD
-    assert turn_of(turns).totals.turns == 1
-
-
-def test_a_forward_pass_without_gradients_is_part_of_a_longer_turn(turns: ModelTurns) -> None:
-    turns.forward_begins()
-    with torch.no_grad():
-        turns.forward_begins()
-        turns.forward_ends()
-    assert HELD
-    assert turn_of(turns).totals.turns == 1
+@pytest.mark.parametrize(
+    ("passes", "is_held", "count"),
+    [
+        pytest.param("fb", True, 1, id="from forward"),
+        pytest.param("fbe", False, 1, id="to the end of backward"),
+        pytest.param("fffbe", False, 3, id="each forward pass lets others go first"),
+        pytest.param("b", True, 1, id="a backward pass takes one if no forward pass has"),
+        pytest.param("be", False, 1, id="and gives it back"),
+        pytest.param("F", False, 1, id="a pass without gradients has its own"),
+        pytest.param("fF", True, 1, id="or is part of a longer one"),
+    ],
+)
+def test_a_turn_lasts(turns: ModelTurns, passes: str, is_held: bool, count: int) -> None:
+    carried_out(turns, passes)
+    assert (turns._turn in HELD) is is_held
+    assert turns._turn.totals.turns == count
 
 
 def test_models_on_one_device_have_one_turn(turns: ModelTurns, tmp_path: Path) -> None:
     share = str(tmp_path / "share")
-    assert turn_of(opened(share)) is turn_of(turns)
-    assert turn_of(opened(share, rank=1)) is not turn_of(turns)
+    assert opened(share)._turn is turns._turn
+    assert opened(share, rank=1)._turn is not turns._turn

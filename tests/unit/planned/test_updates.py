@@ -9,20 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from fake_wire import FakeWire, Run, alone, inputs
+from fake_wire import FakeWire, Run, inputs, trained
 from torch import Tensor, nn
 
-from bytesched.errors import PeerLost, PluginError, SchedulerTimeout
+from bytesched.errors import PluginError, SchedulerTimeout
 from bytesched.plugins.planned.bundles import BundleState
-from bytesched.plugins.proxies.pending_grads import PendingGrad
 
-
-@pytest.fixture(scope="module", autouse=True)
-def group() -> Iterator[None]:
-    with alone():
-        yield
-
-
+Make = Callable[..., Any]
 #: what happens in the middle of the next updates
 CALLS: list[Callable[[], object]] = []
 
@@ -40,31 +33,17 @@ def inside(parameters: Iterable[Tensor]) -> Inside:
     return Inside(parameters, lr=0.1)
 
 
-@pytest.fixture
-def run_of() -> Iterator[Callable[..., Any]]:
-    """A run that is three rounds old: everything is under way, and owed."""
-
-    def make(**options: Any) -> Run:
-        runs.append(Run(FakeWire(), **options))
-        runs[-1].train(3)
-        assert len(runs[-1].held) == len(runs[-1].slots)
-        return runs[-1]
-
-    runs: list[Run] = []
-    yield make
+@pytest.fixture(autouse=True)
+def no_calls(run_of: Make) -> Iterator[None]:
+    yield
     CALLS.clear()
-    for run in runs:
-        run.close()
 
 
 def states(run: Run) -> set[BundleState]:
     return {slot.bundle.state for slot in run.slots}
 
 
-# -- who waits -------------------------------------------------------------------------
-
-
-def test_a_use_updates_its_bundle_and_no_other(run_of: Callable[..., Run]) -> None:
+def test_a_use_updates_its_bundle_and_no_other(run_of: Make) -> None:
     run = run_of()
     run.model.module[0].weight.sum()
     assert run.slots[0].bundle.state is BundleState.FREE
@@ -73,7 +52,7 @@ def test_a_use_updates_its_bundle_and_no_other(run_of: Callable[..., Run]) -> No
     assert BundleState.OWED in states(run)
 
 
-def test_a_forward_pass_updates_as_it_comes_to_each_layer(run_of: Callable[..., Run]) -> None:
+def test_a_forward_pass_updates_as_it_comes_to_each_layer(run_of: Make) -> None:
     run = run_of()
     held: list[int] = []
     for layer in run.model.module:
@@ -83,9 +62,7 @@ def test_a_forward_pass_updates_as_it_comes_to_each_layer(run_of: Callable[..., 
     assert held[0] > held[-1] == 0
 
 
-def test_what_is_owed_elsewhere_and_has_come_is_made_meanwhile(
-    run_of: Callable[..., Run],
-) -> None:
+def test_what_is_owed_elsewhere_and_has_come_is_made_meanwhile(run_of: Make) -> None:
     """Nobody waits for it any more, and it is an ordinary parameter."""
     run = run_of()
     run.let(but=2)
@@ -94,7 +71,7 @@ def test_what_is_owed_elsewhere_and_has_come_is_made_meanwhile(
     assert run.held == []
 
 
-def test_all_that_has_come_is_updated_in_one_call(run_of: Callable[..., Run]) -> None:
+def test_all_that_has_come_is_updated_in_one_call(run_of: Make) -> None:
     run, calls = run_of(optimizer_of=inside), list[int]()
     CALLS.append(lambda: calls.append(1))
     run.let(but=2)
@@ -103,29 +80,8 @@ def test_all_that_has_come_is_updated_in_one_call(run_of: Callable[..., Run]) ->
     assert (len(calls), states(run)) == (2, {BundleState.FREE})
 
 
-def test_an_update_is_of_the_time_of_its_step(run_of: Callable[..., Run]) -> None:
-    run = run_of()
-    for param_group in run.optimizer.param_groups:
-        param_group["lr"] = 100.0
-    run.let()
-    plain = Run()
-    plain.train(3)
-    assert run.differences(plain) == []
-
-
-def test_a_second_step_applies_what_the_first_one_has_left(run_of: Callable[..., Run]) -> None:
-    run, plain = run_of(), Run()
-    plain.train(3)
-    for one in (run, plain):
-        one.optimizer.step()
-    assert run.differences(plain) == []
-
-
-# -- whole steps -----------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("why", ["crossing is off", "all has come", "a mode"])
-def test_a_whole_step_leaves_nothing(why: str) -> None:
+def test_a_whole_step_leaves_nothing(group: None, why: str) -> None:
     run, plain = Run(FakeWire(), cross=why != "crossing is off"), Run()
     for one in (plain, run):
         one.train(2)
@@ -145,25 +101,7 @@ def test_a_whole_step_leaves_nothing(why: str) -> None:
     run.close()
 
 
-def test_what_has_no_pending_gradient_is_stepped_at_once(run_of: Callable[..., Run]) -> None:
-    plain = Run()
-    plain.train(3)
-    run = run_of()
-    for one in (plain, run):
-        one.optimizer.zero_grad()
-        one.backward()
-        bias = one.model.module[3].bias
-        bias.grad = torch.ones_like(bias)
-        one.optimizer.step()
-    assert "module.3.bias" not in run.held
-    assert run.held
-    assert run.differences(plain) == []
-
-
-# -- errors ----------------------------------------------------------------------------
-
-
-def test_a_use_inside_an_update_is_named(run_of: Callable[..., Run]) -> None:
+def test_a_use_inside_an_update_is_named(run_of: Make) -> None:
     run = run_of(optimizer_of=inside)
     weights = [run.model.module[0].weight, run.model.module[3].weight]
     CALLS.append(lambda: weights[1].sum())
@@ -176,9 +114,7 @@ def test_a_use_inside_an_update_is_named(run_of: Callable[..., Run]) -> None:
             weight.sum()
 
 
-def test_an_update_that_fails_stays_owed_and_ends_the_session(
-    run_of: Callable[..., Run],
-) -> None:
+def test_an_update_that_fails_stays_owed_and_ends_the_session(run_of: Make) -> None:
     run = run_of(optimizer_of=inside)
 
     def fail() -> None:
@@ -190,17 +126,14 @@ def test_an_update_that_fails_stays_owed_and_ends_the_session(
         weight.sum()
     assert run.slots[0].bundle.state is BundleState.OWED
     assert "module.0.weight" in run.held
-    wire: Any = run.wire
-    assert wire.notes == ["ArithmeticError: no such number"]
-    assert wire.is_aborted
+    assert run.wire.notes == ["ArithmeticError: no such number"]
+    assert run.wire.is_aborted
     for use in (weight.sum, lambda: run.model(inputs(0)), run.optimizer.step, run.session.flush):
         with pytest.raises(ArithmeticError, match="no such number"):
             use()
 
 
-def test_another_thread_waits_for_an_update_and_not_for_ever(
-    run_of: Callable[..., Run],
-) -> None:
+def test_another_thread_waits_for_an_update_and_not_for_ever(run_of: Make) -> None:
     run = run_of(optimizer_of=inside, timeout_s=0.2)
     began, go_on = threading.Event(), threading.Event()
     CALLS[:] = [began.set, lambda: go_on.wait(100.0)]
@@ -219,17 +152,7 @@ def test_another_thread_waits_for_an_update_and_not_for_ever(
     assert "module.0.weight" not in run.held
 
 
-def test_an_error_of_the_wire_is_raised_at_every_use(run_of: Callable[..., Run]) -> None:
-    run = run_of()
-    wire: Any = run.wire
-    wire.error = PeerLost("rank 1 is gone", peers=[1])
-    for layer in (0, 3):
-        with pytest.raises(PeerLost, match="rank 1 is gone"):
-            run.model.module[layer].weight.sum()
-    assert len(run.held) == len(run.slots)
-
-
-def test_forgotten_updates_are_not_made(run_of: Callable[..., Run]) -> None:
+def test_forgotten_updates_are_not_made(run_of: Make) -> None:
     run = run_of()
     before = [slot.alias.detach().clone() for slot in run.slots]
     run.session._updates.forget()
@@ -241,10 +164,9 @@ def test_forgotten_updates_are_not_made(run_of: Callable[..., Run]) -> None:
 @pytest.mark.parametrize(
     "how", ["a view", "another parameter", "another process", "an array beneath"]
 )
-def test_what_others_read_is_updated_in_step(how: str, run_of: Callable[..., Run]) -> None:
+def test_what_others_read_is_updated_in_step(how: str, run_of: Make) -> None:
     """They have the memory, and not the parameter that would wait."""
-    run, plain = run_of(), Run()
-    plain.train(3)
+    run, plain = run_of(), trained(3)
     weight: Any = run.model.module[0].weight
     seen: Any = None
     if how == "a view":
@@ -296,11 +218,8 @@ def test_a_program_that_is_made_of_the_model_has_its_weights(
     assert run.differences(plain) == []
 
 
-def test_an_optimizer_that_follows_another_has_its_own_state(
-    run_of: Callable[..., Run],
-) -> None:
-    run, plain = run_of(), Run()
-    plain.train(3)
+def test_an_optimizer_that_follows_another_has_its_own_state(run_of: Make) -> None:
+    run, plain = run_of(), trained(3)
     for one in (run, plain):
         one.optimizer = torch.optim.Adam(one.model.parameters(), lr=0.01)
         if one is run:
@@ -316,22 +235,3 @@ def test_an_optimizer_that_follows_another_has_its_own_state(
     assert run.differences(plain) == []
     states = [one.optimizer.state_dict()["state"] for one in (run, plain)]
     assert all(torch.equal(states[0][n]["exp_avg"], states[1][n]["exp_avg"]) for n in states[1])
-
-
-def test_tied_parameters_are_updated_together() -> None:
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(7)
-            self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 8)
-            self.two.weight = self.one.weight
-
-        def forward(self, input: Tensor) -> Any:
-            return self.two(torch.tanh(self.one(input)))
-
-    run, plain = Run(FakeWire(), make=Tied), Run(make=Tied)
-    for one in (plain, run):
-        one.train(4)
-    assert type(run.model.module.one.weight.grad) is PendingGrad
-    assert run.differences(plain) == []
-    run.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from plans import planned
 
 from bytesched.admission import Foreseen
@@ -71,31 +72,22 @@ def test_what_fits_before_the_next_release_starts_at_once() -> None:
     assert sum(link.blocks) == 12
 
 
-def test_what_does_not_fit_waits_for_what_is_more_urgent() -> None:
+@pytest.mark.parametrize(
+    ("gaps_s", "later_s", "block"),
+    [
+        # 4 s are left, of which one is kept for the task that may exceed the block.
+        pytest.param([6.0] * 3, 2.0, 30, id="what does not fit waits for what is more urgent"),
+        pytest.param([6.0] * 3, 50.0, CREDIT, id="a release that is late leaves the credit"),
+        pytest.param([100.0, 6.0, 100.0], 0.0, 50, id="the soonest of the last ones counts"),
+    ],
+)
+def test_a_block_is_what_fits(gaps_s: list[float], later_s: float, block: int) -> None:
     link = Link()
-    for _ in range(3):
-        link.iteration(gap_s=6.0)
-    link.release(*range(6, 12))
-    link.now_s += 2.0
-    # 4 s are left, of which one is kept for the task that may exceed the block.
-    assert link.foreseen.block_bytes(CREDIT) == 30
-
-
-def test_a_release_that_is_late_leaves_the_credit() -> None:
-    link = Link()
-    for _ in range(3):
-        link.iteration(gap_s=6.0)
-    link.release(*range(6, 12))
-    link.now_s += 50.0
-    assert link.foreseen.block_bytes(CREDIT) == CREDIT
-
-
-def test_the_soonest_of_the_last_iterations_counts() -> None:
-    link = Link()
-    for gap_s in (100.0, 6.0, 100.0):
+    for gap_s in gaps_s:
         link.iteration(gap_s)
     link.release(*range(6, 12))
-    assert link.foreseen.block_bytes(CREDIT) == 50
+    link.now_s += later_s
+    assert link.foreseen.block_bytes(CREDIT) == block
 
 
 def test_when_all_are_released_only_the_size_of_a_block_is_limited() -> None:

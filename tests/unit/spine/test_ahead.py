@@ -76,22 +76,6 @@ def test_a_plan_is_an_order_of_all_chunks_and_always_the_same(
     assert plans[0] == plans[1]
 
 
-def test_the_most_urgent_of_what_is_ready_when_the_link_is_free() -> None:
-    chunks = [ChunkTimes(2, 0.0, 3), ChunkTimes(2, 1.0, 2), ChunkTimes(2, 1.5, 0)]
-    assert plan_order(chunks, SLOW) == [0, 2, 1]
-    assert plan_order(chunks, replace(SLOW, seconds_per_byte=0.5)) == [0, 1, 2]
-    # What takes each chunk's constant is not free.
-    assert plan_order(chunks, Link(0.5, 0.5)) == [0, 2, 1]
-
-
-def test_what_happens_at_one_moment_is_known_before_it_is_decided() -> None:
-    alike = [ChunkTimes(1, 0.0, gate) for gate in (2, 0, 1)]
-    assert plan_order(alike, SLOW) == [1, 2, 0]
-    # The link is free when chunk 2 becomes ready.
-    chunks = [ChunkTimes(2, 0.0, 2), ChunkTimes(2, 1.0, 1), ChunkTimes(2, 2.0, 0)]
-    assert plan_order(chunks, SLOW) == [0, 2, 1]
-
-
 @given(chunk_lists, links, st.integers(1, 30))
 def test_fifo_is_the_order_of_readiness(
     chunks: list[ChunkTimes], link: Link, credit_bytes: int

@@ -1,44 +1,26 @@
-"""SchedulerCore: credit, order, failure, story, and the work that it does."""
+"""SchedulerCore: what it starts after whatever happens, what it refuses, its story and its work."""
 
 from __future__ import annotations
 
-import random
 import sys
 from types import FrameType
 from typing import Any
 
 import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from plans import planned, ready
 
 from bytesched.core import SchedulerCore
 from bytesched.errors import InvalidTransition
 from bytesched.order import Leading
-from bytesched.policy import Priority
+from bytesched.policy import Fifo, Priority
 from bytesched.task import CommTask, TaskState
 
 
 def core_of(credit_bytes: int) -> SchedulerCore:
     return SchedulerCore(Leading(Priority()), credit_bytes=credit_bytes)
-
-
-def drain(core: SchedulerCore, started: list[CommTask]) -> list[CommTask]:
-    """Finishes tasks in the order of their start until none is left; all starts, in order."""
-    order = list(started)
-    for task in order:
-        order.extend(core.finish(task))
-    return order
-
-
-def test_ready_tasks_start_at_once_while_credit_lasts() -> None:
-    core = core_of(100)
-    a, b, c = planned([60, 60, 60])
-    assert ready(core, a) == [a]
-    assert ready(core, b) == [b], "60 of 100 bytes in flight leave credit: b may overdraw it"
-    assert ready(core, c) == []
-    assert core.in_flight_bytes == 120
-    assert core.finish(a) == [c]
-    assert drain(core, [b, c]) == [b, c]
-    assert core.idle
 
 
 @pytest.mark.parametrize("credit_bytes", [0, -1])
@@ -47,30 +29,10 @@ def test_credit_is_at_least_a_byte(credit_bytes: int) -> None:
         core_of(credit_bytes)
 
 
-def test_nothing_is_started_after_a_failure() -> None:
-    core = core_of(20)
-    a, b, c, d = planned([10] * 4)
-    for task in (a, b, c):
-        ready(core, task)
-    core.fail(a)
-    assert core.finish(b) == []
-    assert ready(core, d) == []
-    assert (a.state, core.in_flight_bytes) == (TaskState.FAILED, 0)
-    assert (c.state, d.state) == (TaskState.READY, TaskState.READY)
-
-
-def test_stop_leaves_what_is_in_flight() -> None:
-    core = core_of(10)
-    a, b = planned([10] * 2)
-    ready(core, a)
-    core.stop()
-    assert ready(core, b) == []
-    assert core.finish(a) == []
-    assert core.in_flight_bytes == 0
-
-
 def test_wrong_events_are_refused_with_the_story() -> None:
     core = core_of(10)
+    with pytest.raises(InvalidTransition, match="not held"):
+        core.release()
     a, b = planned([10, 10])
     with pytest.raises(InvalidTransition, match="t0"):
         core.ready(a)
@@ -82,24 +44,6 @@ def test_wrong_events_are_refused_with_the_story() -> None:
     core.finish(a)
     with pytest.raises(InvalidTransition, match="finish"):
         core.finish(a)
-
-
-def test_what_is_held_back_would_start_were_nothing_held() -> None:
-    core = core_of(10)
-    large, behind = planned([10, 10])
-    assert ready(core, large) == [large]
-    core.hold()
-    assert ready(core, behind) == []
-    assert core.is_held_back is False, "it would have waited for credit as well"
-    assert core.finish(large) == []
-    assert core.is_held_back
-    assert core.release() == [behind]
-    assert not core.is_held_back
-
-
-def test_only_what_is_held_is_released() -> None:
-    with pytest.raises(InvalidTransition, match="not held"):
-        core_of(10).release()
 
 
 def test_story_tells_one_task_or_all() -> None:
@@ -138,24 +82,6 @@ def test_repr_shows_the_state() -> None:
     assert "1 ready, 2 sending, 6.00/4.00 MiB credit" in repr(core)
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_the_same_events_give_the_same_story(seed: int) -> None:
-    def told() -> str:
-        chance = random.Random(seed)
-        core = core_of(20)
-        tasks = planned([chance.randint(1, 30) for _ in range(6)], priorities=[1, 0, 1, 0, 2, 2])
-        in_flight: list[CommTask] = []
-        waiting = list(tasks)
-        while waiting or in_flight:
-            if waiting and chance.random() < 0.6:
-                in_flight += ready(core, waiting.pop(chance.randrange(len(waiting))))
-            elif in_flight:
-                in_flight += core.finish(in_flight.pop(chance.randrange(len(in_flight))))
-        return core.story()
-
-    assert told() == told()
-
-
 def calls_per_task(tasks: int, credit_bytes: int) -> float:
     """Python calls that the core makes per task, over an iteration of that many tasks."""
     core = core_of(credit_bytes)
@@ -182,3 +108,101 @@ def test_the_work_per_task_does_not_grow_with_their_number(credit_bytes: int) ->
     few, many = calls_per_task(100, credit_bytes), calls_per_task(3000, credit_bytes)
     assert many <= few * 1.02
     assert many < 30
+
+
+class AnyEvents(RuleBasedStateMachine):
+    """A core that is told anything that can legally happen, in any order."""
+
+    @initialize(
+        sizes=st.lists(st.integers(1, 40), min_size=1, max_size=10),
+        credit_bytes=st.integers(1, 60),
+        levels=st.integers(1, 4),
+        fifo=st.booleans(),
+    )
+    def build(self, sizes: list[int], credit_bytes: int, levels: int, fifo: bool) -> None:
+        self.core = SchedulerCore(
+            Leading(Fifo() if fifo else Priority()), credit_bytes=credit_bytes
+        )
+        self.fifo = fifo
+        self.waiting = planned(sizes, priorities=[i % levels for i in range(len(sizes))])
+        self.queued: list[CommTask] = []
+        self.in_flight: list[CommTask] = []
+        self.stopped = False
+        self.held = 0
+
+    def expect_starts(self, started: list[CommTask]) -> None:
+        """The rule again, in plain words: most urgent first, while the window is not full."""
+        expected = []
+        room = self.core.credit_bytes - sum(task.nbytes for task in self.in_flight)
+        while self.queued and room > 0 and not (self.stopped or self.held):
+            urgent = min(self.queued, key=lambda task: 0 if self.fifo else task.priority)
+            self.queued.remove(urgent)
+            expected.append(urgent)
+            room -= urgent.nbytes
+        assert started == expected
+        self.in_flight += started
+
+    @precondition(lambda self: self.waiting)
+    @rule(data=st.data())
+    def become_ready(self, data: st.DataObject) -> None:
+        task = data.draw(st.sampled_from(self.waiting))
+        self.waiting.remove(task)
+        self.queued.append(task)
+        self.expect_starts(ready(self.core, task))
+
+    @precondition(lambda self: self.in_flight)
+    @rule(data=st.data())
+    def finish(self, data: st.DataObject) -> None:
+        task = data.draw(st.sampled_from(self.in_flight))
+        self.in_flight.remove(task)
+        self.expect_starts(self.core.finish(task))
+        task.rearm()
+        self.waiting.append(task)
+
+    @rule()
+    def hold(self) -> None:
+        self.held += 1
+        self.core.hold()
+
+    @precondition(lambda self: self.held)
+    @rule()
+    def release(self) -> None:
+        self.held -= 1
+        self.expect_starts(self.core.release())
+
+    @rule()
+    def stop(self) -> None:
+        self.stopped = True
+        self.core.stop()
+
+    @precondition(lambda self: self.in_flight)
+    @rule(data=st.data())
+    def fail(self, data: st.DataObject) -> None:
+        task = data.draw(st.sampled_from(self.in_flight))
+        self.in_flight.remove(task)
+        self.stopped = True
+        self.core.fail(task)
+        assert task.state is TaskState.FAILED
+
+    @invariant()
+    def holds(self) -> None:
+        in_flight_bytes = sum(task.nbytes for task in self.in_flight)
+        assert self.core.in_flight_bytes == in_flight_bytes
+        is_full = in_flight_bytes >= self.core.credit_bytes
+        assert self.core.is_held_back == (self.held > 0 and bool(self.queued) and not is_full)
+
+    def teardown(self) -> None:
+        if not hasattr(self, "core"):
+            return
+        while self.held:
+            self.release()
+        while self.in_flight:
+            task = self.in_flight.pop(0)
+            self.expect_starts(self.core.finish(task))
+        assert self.core.in_flight_bytes == 0
+        assert self.core.idle or self.stopped
+        assert bool(self.queued) <= self.stopped
+
+
+AnyEvents.TestCase.settings = settings(max_examples=75, stateful_step_count=40)
+TestAnyEvents = AnyEvents.TestCase

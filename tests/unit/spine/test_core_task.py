@@ -54,13 +54,6 @@ def test_every_pair_is_in_the_table_or_refused(state: TaskState, event: TaskEven
         assert task.state is state
 
 
-def test_the_table_leads_through_an_iteration_and_back() -> None:
-    task = task_in(TaskState.DONE)
-    task.rearm()
-    assert task.state is TaskState.WAITING
-    assert task.notify_ready(), "a re-armed task waits for its source again"
-
-
 def test_a_task_is_ready_with_its_last_source() -> None:
     task = CommTask("pull", start_at=0, stop_at=8, sources=3)
     assert [task.notify_ready() for _ in range(3)] == [False, False, True]
@@ -111,13 +104,6 @@ def test_no_part_is_much_larger_or_smaller_than_asked(task: CommTask, size: int)
         elements = part.stop_at - part.start_at
         assert elements < 2 * step or elements == 1
         assert elements >= step / 2 or parts == (task,)
-
-
-@settings(max_examples=50)
-@given(buffers())
-def test_any_element_can_be_cut(task: CommTask) -> None:
-    parts = task.partition(1)
-    assert [part.start_at for part in parts] == list(range(task.start_at, task.stop_at))
 
 
 @given(st.integers(1, 10_000))

@@ -53,12 +53,6 @@ def test_every_observer_is_told_everything() -> None:
     assert [recorder.calls for recorder in recorders] == [ALL_CALLS, ALL_CALLS]
 
 
-def test_hooks_are_optional() -> None:
-    observers = Observers([Observer()])
-    tell_all(observers)
-    observers.close()
-
-
 def test_one_that_raises_is_logged_once_and_removed(caplog: pytest.LogCaptureFixture) -> None:
     raising, after = Raising(), Recorder()
     observers = Observers([raising, after])

@@ -19,41 +19,34 @@ from bytesched.urgency import URGENCY, Urgency
 NEVER = (1e6, 1e6)
 
 
-@pytest.fixture
-def build() -> Iterator[Build]:
-    with benches() as build:
-        yield build
-
-
 class Held(Urgency):
     """Sections over benches of one test."""
 
-    def bench(self, build: Build, **parts: Any) -> Bench:
-        bench = build(**parts)
+    def __init__(self, build: Build) -> None:
+        super().__init__(NEVER)
+        self._build = build
+
+    def bench(self, **parts: Any) -> Bench:
+        bench = self._build(**parts)
         self.join(bench.scheduler)
         return bench
 
-    def end(self) -> None:
-        for scheduler in tuple(self._members):
-            self.leave(scheduler)
-        if (watch := self._watch) is not None:
+
+@pytest.fixture
+def urgency() -> Iterator[Held]:
+    with benches() as build:
+        urgency = Held(build)
+        yield urgency
+        for scheduler in tuple(urgency._members):
+            urgency.leave(scheduler)
+        if (watch := urgency._watch) is not None:
             watch.join(WAIT_S)
 
 
-@pytest.fixture
-def urgency(build: Build) -> Iterator[Held]:
-    urgency = Held(NEVER)
-    yield urgency
-    urgency.end()
-
-
-def test_nothing_starts_inside_a_section_and_all_that_waited_does_after_it(
-    build: Build, urgency: Held
-) -> None:
-    bench = urgency.bench(build, credit_bytes=100)
+def test_nothing_starts_inside_a_section_and_all_that_waited_does_after_it(urgency: Held) -> None:
+    bench = urgency.bench(credit_bytes=100)
     a, b, c = planned([10] * 3)
-    bench.ready(c)
-    bench.transport.wait_for(1)
+    bench.ready(c, started=1)
     section = urgency.begin("all-to-all")
     bench.ready(b, a)
     bench.transport.finish_next()
@@ -70,8 +63,8 @@ def test_nothing_starts_inside_a_section_and_all_that_waited_does_after_it(
     assert figures["urgent_released"] == 0
 
 
-def test_sections_nest_overlap_and_end_on_any_thread(build: Build, urgency: Held) -> None:
-    bench = urgency.bench(build)
+def test_sections_nest_overlap_and_end_on_any_thread(urgency: Held) -> None:
+    bench = urgency.bench()
     (task,) = planned([10])
     first, second = urgency.begin("first"), urgency.begin("second")
     bench.ready(task)
@@ -84,12 +77,10 @@ def test_sections_nest_overlap_and_end_on_any_thread(build: Build, urgency: Held
     bench.transport.wait_for(1)
 
 
-def test_who_joins_inside_a_section_is_held_and_who_leaves_is_not(
-    build: Build, urgency: Held
-) -> None:
-    with_it = urgency.bench(build)
+def test_who_joins_inside_a_section_is_held_and_who_leaves_is_not(urgency: Held) -> None:
+    with_it = urgency.bench()
     section = urgency.begin("section")
-    later = urgency.bench(build)
+    later = urgency.bench()
     tasks = planned([10]), planned([10])
     for bench, (task,) in zip((with_it, later), tasks, strict=True):
         bench.ready(task)
@@ -103,8 +94,8 @@ def test_who_joins_inside_a_section_is_held_and_who_leaves_is_not(
     with_it.transport.wait_for(1)
 
 
-def test_a_wait_inside_a_section_lets_all_go_until_it_is_over(build: Build, urgency: Held) -> None:
-    bench = urgency.bench(build, credit_bytes=100)
+def test_a_wait_inside_a_section_lets_all_go_until_it_is_over(urgency: Held) -> None:
+    bench = urgency.bench(credit_bytes=100)
     first, second = planned([10] * 2)
     section = urgency.begin("section")
     bench.ready(first)
@@ -118,16 +109,15 @@ def test_a_wait_inside_a_section_lets_all_go_until_it_is_over(build: Build, urge
 
 
 def test_a_hold_ends_at_its_limit_and_that_is_said_once(
-    build: Build, urgency: Held, caplog: pytest.LogCaptureFixture
+    urgency: Held, caplog: pytest.LogCaptureFixture
 ) -> None:
     urgency._limits_s = (0.01, 0.01)
-    bench = urgency.bench(build)
+    bench = urgency.bench()
     with caplog.at_level(logging.WARNING, "bytesched"):
         for round_ in range(1, 3):
             (task,) = planned([10])
             section = urgency.begin("late")
-            bench.ready(task)
-            bench.transport.wait_for(round_)
+            bench.ready(task, started=round_)
             section.end()
             bench.transport.finish_next()
     assert [record.message[:28] for record in caplog.records] == ["the urgent section 'late' ha"]
@@ -158,45 +148,41 @@ def test_an_exception_ends_the_section_and_goes_on() -> None:
     assert URGENCY.figures()["urgent_sections"] == before + 1
 
 
-class Spans(Observer):
+class Recorder(Observer):
     def __init__(self) -> None:
-        self.seen: list[tuple[str, str, Any]] = []
+        self.spans: list[tuple[str, str]] = []
 
-    def on_span(
-        self, track: str, name: str, start_ns: int, end_ns: int, args: dict[str, Any] | None = None
-    ) -> None:
-        self.seen.append((track, name, args))
+    def on_span(self, track: str, name: str, *args: Any) -> None:
+        self.spans.append((track, name))
 
 
 def test_observers_hear_of_a_section_until_they_leave() -> None:
-    urgency, spans = Urgency(), Spans()
-    leave = urgency.observe(Observers([spans]))
+    urgency, recorder = Urgency(), Recorder()
+    leave = urgency.observe(Observers([recorder]))
     for name in ("all-to-all", "another"):
         urgency.begin(name).end()
         leave()
-    assert spans.seen == [("urgent", "all-to-all", None)]
+    assert recorder.spans == [("urgent", "all-to-all")]
 
 
-def test_a_hold_is_in_force_when_begin_returns_while_another_thread_handles() -> None:
+def test_a_hold_is_in_force_when_begin_returns_while_another_thread_handles(urgency: Held) -> None:
     """Unless that takes long: here it ends while `begin` waits for it."""
-    urgency, entered, may_end = Held(NEVER), threading.Event(), threading.Event()
-    with benches() as build:
-        bench = urgency.bench(build, credit_bytes=100)
+    entered, may_end = threading.Event(), threading.Event()
+    bench = urgency.bench(credit_bytes=100)
 
-        def slow() -> tuple[()]:
-            entered.set()
-            assert may_end.wait(WAIT_S)
-            return ()
+    def slow() -> tuple[()]:
+        entered.set()
+        assert may_end.wait(WAIT_S)
+        return ()
 
-        busy = threading.Thread(target=bench.scheduler._put, args=(slow,))
-        busy.start()
-        assert entered.wait(WAIT_S)
-        section = urgency.begin("section")
-        may_end.set()
-        busy.join(WAIT_S)
-        bench.ready(*planned([10]))
-        bench.settle()
-        assert bench.transport.started == []
-        section.end()
-        bench.transport.wait_for(1)
-        urgency.end()
+    busy = threading.Thread(target=bench.scheduler._put, args=(slow,))
+    busy.start()
+    assert entered.wait(WAIT_S)
+    section = urgency.begin("section")
+    may_end.set()
+    busy.join(WAIT_S)
+    bench.ready(*planned([10]))
+    bench.settle()
+    assert bench.transport.started == []
+    section.end()
+    bench.transport.wait_for(1)

@@ -21,29 +21,13 @@ from bytesched.plugins.routes.groups.group import Group
 from bytesched.plugins.routes.groups.store import Notes
 
 
-class BrokenLink:
-    """A backend whose peer is gone."""
-
-    def rank(self) -> int:
-        return 0
-
-    def size(self) -> int:
-        return 2
-
-    def name(self) -> str:
-        return "gloo"
-
-    def send(self, *_: object) -> Any:
-        raise RuntimeError("Connection closed by peer [127.0.0.1]:1234")
-
-    recv = send
-
-
 @pytest.fixture
 def group() -> Group:
-    store = HashStore()
+    """Its peer is gone, and has said why."""
+    store, gloo = HashStore(), FakeGloo()
     Notes(store, rank=1).leave("ValueError: boom")
-    return Group(BrokenLink(), store, Notes(store, rank=0), name="s/control", timeout_s=5.0)
+    gloo.gone.add(1)
+    return fake_group(gloo, store=store)
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,11 @@
-"""Process groups of our own: of which kind, and what is said where ranks do not connect."""
+"""Process groups of our own: of which kind, over which devices, and what if none connect."""
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock, patch
 
@@ -14,8 +16,9 @@ from together import together
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
 from bytesched.errors import PeerLost, SchedulerTimeout
+from bytesched.plugins.routes.groups import opening
 from bytesched.plugins.routes.groups.group import Group
-from bytesched.plugins.routes.groups.opening import kind_of, open_gloo
+from bytesched.plugins.routes.groups.opening import kind_of, open_gloo, shared_devices
 
 TIMEOUT_S = 60.0
 GLOO: Any = dist.ProcessGroupGloo
@@ -91,3 +94,59 @@ def test_what_another_rank_said_is_told(said: str, kind: type[Exception]) -> Non
         opened(store, 1)
     assert said in str(caught.value)
     assert "rank 0 said: PluginError: hosts have different numbers of ranks" in str(caught.value)
+
+
+# -- devices ---------------------------------------------------------------------------
+
+
+class Devices:
+    """Makes texts that say how a device was made."""
+
+    def create_default_device(self, **options: Any) -> list[Any]:
+        return ["default", options]
+
+    def create_device(self, **options: Any) -> list[Any]:
+        return [options]
+
+
+class LazyDevices(Devices):
+    """Where connections may be made late (torch 2.8 and later)."""
+
+    def create_default_device(self, **options: Any) -> list[Any]:
+        """create_default_device(lazy_init: bool | None = None)"""
+        return super().create_default_device(**options)
+
+
+@pytest.fixture
+def interfaces(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Those that Gloo is given; none at first."""
+    names: list[str] = []
+    monkeypatch.setattr(opening, "gloo_interfaces", lambda: list(names))
+    monkeypatch.setattr(opening, "_devices", {})
+    monkeypatch.setattr(opening, "dist", SimpleNamespace(ProcessGroupGloo=Devices()))
+    return names
+
+
+def test_one_use_in_one_process_has_the_same_devices(
+    interfaces: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A forked child has none of the threads."""
+    first = shared_devices("data")
+    assert shared_devices("data") is first
+    assert shared_devices("control")[0] is not first[0]
+    monkeypatch.setattr(os, "getpid", lambda: -1)
+    child = shared_devices("data")
+    assert child[0] is not first[0]
+    assert shared_devices("data") is child
+
+
+@pytest.mark.parametrize(
+    ("made", "options"), [(Devices, {}), (LazyDevices, {"lazy_init": False})], ids=["old", "lazy"]
+)
+def test_there_is_one_for_each_interface_and_ranks_connect_at_once(
+    interfaces: list[str], monkeypatch: pytest.MonkeyPatch, made: Any, options: Any
+) -> None:
+    monkeypatch.setattr(opening, "dist", SimpleNamespace(ProcessGroupGloo=made()))
+    assert shared_devices("data") == [["default", options]]
+    interfaces += ["eth1", "eth0"]
+    assert shared_devices("data") == [[{"interface": name} | options] for name in interfaces]

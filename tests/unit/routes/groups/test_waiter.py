@@ -4,87 +4,87 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from functools import partial
 from itertools import permutations
 
 import pytest
-from fake_gloo import CLOSED, TIMEOUT_S, Ends, FakeGloo, FakeWork, fake_group
+from fake_gloo import CLOSED, TIMEOUT_S, FakeGloo, FakeWork, fake_group
 
 from bytesched.errors import PeerLost
 from bytesched.plugins.routes.groups.messages import Messages, Waiter
 
 
-@pytest.fixture
-def ends() -> Ends:
-    return Ends()
+class Ends:
+    """A waiter, and ends of its tasks, by name, as they are reported."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._count = 0
+        self.names: list[str] = []
+        #: whether the waiter was, at each end
+        self.busy: list[bool] = []
+        self.errors: list[BaseException] = []
+        messages = Messages(fake_group(FakeGloo(size=3)))
+        self.waiter = Waiter(messages, "waiter-of-test", self.errors.append)
+
+    def put(self, *works: FakeWork) -> None:
+        """The next task, t0, t1, ..., whose messages come from rank 1, 2, ..."""
+        name, self._count = f"t{self._count}", self._count + 1
+
+        def done() -> None:
+            with self._changed:
+                self.busy.append(self.waiter.is_busy)
+                self.names.append(name)
+                self._changed.notify_all()
+
+        self.waiter.put(name, [(work, peer) for peer, work in enumerate(works, 1)], done)
+
+    def wait(self, *names: str) -> None:
+        """Returns when these have ended."""
+        with self._changed:
+            assert self._changed.wait_for(lambda: set(names) <= set(self.names), TIMEOUT_S)
 
 
 @pytest.fixture
-def waiter(ends: Ends) -> Iterator[Waiter]:
-    messages = Messages(fake_group(FakeGloo(size=3)))
-    made = Waiter(messages, "waiter-of-test", ends.errors.append)
-    yield made
-    made.stop()
-    made.join()
+def ends() -> Iterator[Ends]:
+    ends = Ends()
+    yield ends
+    ends.waiter.stop()
+    ends.waiter.join()
     assert "waiter-of-test" not in {thread.name for thread in threading.enumerate()}
 
 
-def put(waiter: Waiter, index: int, works: list[tuple[FakeWork, int]], ends: Ends) -> None:
-    waiter.put(f"t{index}", works, partial(ends.done, f"t{index}"))
-
-
 @pytest.mark.parametrize("order", list(permutations(range(3))), ids=str)
-def test_ends_are_reported_in_the_order_of_tasks(
-    waiter: Waiter, ends: Ends, order: tuple[int, ...]
-) -> None:
+def test_ends_are_reported_in_the_order_of_tasks(ends: Ends, order: tuple[int, ...]) -> None:
     """Whatever message comes first."""
     works = [FakeWork() for _ in range(3)]
-    for index, work in enumerate(works):
-        put(waiter, index, [(work, 1)], ends)
+    for work in works:
+        ends.put(work)
+    assert ends.waiter.is_busy
     for index in order:
         works[index].end()
     ends.wait("t2")
     assert ends.names == ["t0", "t1", "t2"]
+    assert not ends.busy[-1]
     assert not ends.errors
 
 
-def test_a_task_ends_with_the_last_of_its_messages(waiter: Waiter, ends: Ends) -> None:
-    works = [FakeWork() for _ in range(2)]
-    put(waiter, 0, [(work, peer) for peer, work in enumerate(works, 1)], ends)
+def test_a_task_ends_with_the_last_of_its_messages(ends: Ends) -> None:
+    works = FakeWork(), FakeWork()
+    ends.put(*works)
     works[0].end()
     assert works[1].waited_for.wait(TIMEOUT_S)
     assert not ends.names
-    assert waiter.is_busy
+    assert ends.waiter.is_busy
     works[1].end()
     ends.wait("t0")
+    ends.put()
+    ends.wait("t1")
 
 
-def test_a_task_without_messages_ends(waiter: Waiter, ends: Ends) -> None:
-    put(waiter, 0, [], ends)
-    ends.wait("t0")
-
-
-def test_it_is_not_busy_when_the_last_end_is_reported(waiter: Waiter, ends: Ends) -> None:
-    busy: list[bool] = []
-
-    def done(name: str) -> None:
-        busy.append(waiter.is_busy)
-        ends.done(name)
-
-    works = [FakeWork(), FakeWork()]
-    for index, work in enumerate(works):
-        waiter.put(f"t{index}", [(work, 1)], partial(done, f"t{index}"))
-    assert waiter.is_busy
+def test_a_message_that_fails_ends_its_task_alone(ends: Ends) -> None:
+    works = FakeWork(), FakeWork()
     for work in works:
-        work.end()
-    ends.wait("t0", "t1")
-    assert busy == [True, False]
-
-
-def test_a_message_that_fails_ends_its_task_alone(waiter: Waiter, ends: Ends) -> None:
-    works = [FakeWork() for _ in range(2)]
-    for index, work in enumerate(works):
-        put(waiter, index, [(work, 1)], ends)
+        ends.put(work)
     works[0].end(CLOSED)
     works[1].end()
     ends.wait("t1")
@@ -94,13 +94,13 @@ def test_a_message_that_fails_ends_its_task_alone(waiter: Waiter, ends: Ends) ->
     assert error.task == "t0"
 
 
-def test_what_fails_after_the_stop_is_no_error(waiter: Waiter, ends: Ends) -> None:
+def test_what_fails_after_the_stop_is_no_error(ends: Ends) -> None:
     work = FakeWork()
-    put(waiter, 0, [(work, 1)], ends)
-    waiter.stop()
+    ends.put(work)
+    ends.waiter.stop()
     work.end(CLOSED)
-    waiter.join()
-    assert (ends.errors, ends.names, waiter.is_busy) == ([], [], False)
+    ends.waiter.join()
+    assert (ends.errors, ends.names, ends.waiter.is_busy) == ([], [], False)
 
 
 class Waiting:
@@ -159,23 +159,15 @@ def test_a_message_of_a_rank_that_is_gone_is_lost_with_the_second_look() -> None
     other.end()
 
 
-def test_one_that_came_after_all_is_not_lost() -> None:
+@pytest.mark.parametrize("error", [None, CLOSED], ids=["came", "failed"])
+def test_one_that_came_or_failed_after_all_is_not_lost(error: str | None) -> None:
     gloo = FakeGloo()
     messages = Messages(fake_group(gloo))
     waiting = Waiting(messages, 1)
     gloo.gone.add(1)
     assert messages.lost() is None
-    waiting.end()
-    assert messages.lost() is None
-
-
-def test_one_that_failed_is_not_found_again() -> None:
-    gloo = FakeGloo()
-    messages = Messages(fake_group(gloo))
-    waiting = Waiting(messages, 1)
-    gloo.gone.add(1)
-    waiting.end(CLOSED)
-    assert [messages.lost() for _ in range(3)] == [None] * 3
+    waiting.end(error)
+    assert [messages.lost() for _ in range(2)] == [None] * 2
 
 
 def test_each_message_has_two_looks_of_its_own() -> None:

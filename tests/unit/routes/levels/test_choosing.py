@@ -6,8 +6,8 @@ import logging
 from collections.abc import Sequence
 
 import pytest
+from connected import part_of
 from fake_gloo import FakeGloo, fake_group
-from level_ranks import part_of
 from together import together
 from torch._C._distributed_c10d import HashStore
 

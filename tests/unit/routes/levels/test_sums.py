@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from connected import connected
-from level_ranks import two_level_sums
+from connected import connected, two_level_sums
 from together import together
 
 from bytesched.errors import PeerLost, SchedulerClosed, TransportError
@@ -26,6 +26,14 @@ def values(rank: int, count: int) -> torch.Tensor:
 
 def close_all(found: list[TwoLevelSums]) -> None:
     together(lambda rank: found[rank].close(), len(found))
+
+
+@pytest.fixture
+def found() -> Iterator[list[TwoLevelSums]]:
+    """Those of two ranks on each of two hosts."""
+    found = two_level_sums(2, 2)
+    yield found
+    close_all(found)
 
 
 @pytest.mark.parametrize(("hosts", "each"), [(2, 2), (2, 3), (3, 2)])
@@ -60,8 +68,7 @@ def test_all_ranks_have_the_same_sum(hosts: int, each: int) -> None:
     close_all(found)
 
 
-def test_numbers_of_all_kinds_are_added_up() -> None:
-    found = two_level_sums(2, 2)
+def test_numbers_of_all_kinds_are_added_up(found: list[TwoLevelSums]) -> None:
     kinds = [torch.float16, torch.bfloat16, torch.float64, torch.complex64, torch.int64]
 
     def on(rank: int) -> list[torch.Tensor]:
@@ -72,12 +79,13 @@ def test_numbers_of_all_kinds_are_added_up() -> None:
 
     for tensors in together(on, 4):
         assert [tensor.tolist() for tensor in tensors] == [[10] * 3] * len(kinds)
-    close_all(found)
 
 
 @pytest.mark.parametrize("step", range(3), ids=["gathering", "between", "spreading"])
-def test_a_rank_that_is_gone_is_named_in_whatever_step(step: int) -> None:
-    found, data = two_level_sums(2, 2), connected(4)
+def test_a_rank_that_is_gone_is_named_in_whatever_step(
+    found: list[TwoLevelSums], step: int
+) -> None:
+    data = connected(4)
     data[3].abort()
     for group in found[3].groups[step:]:
         group.abort()
@@ -97,12 +105,10 @@ def test_a_rank_that_is_gone_is_named_in_whatever_step(step: int) -> None:
     assert [error.task for error in errors[2:]] == ["chunk"] * 2
     assert isinstance(errors[2], PeerLost)
     assert errors[2].peers == (3,)
-    close_all(found)
     together(lambda rank: data[rank].close(), 4)
 
 
-def test_closed_it_fails_what_is_under_way_and_begins_nothing() -> None:
-    found = two_level_sums(2, 2)
+def test_closed_it_fails_what_is_under_way_and_begins_nothing(found: list[TwoLevelSums]) -> None:
     work = found[0].start(torch.ones(8))
     found[0].close()
     found[0].close()
@@ -110,7 +116,6 @@ def test_closed_it_fails_what_is_under_way_and_begins_nothing() -> None:
         work.wait(LIMIT)
     with pytest.raises(SchedulerClosed):
         found[0].start(torch.ones(8))
-    close_all(found)
 
 
 class Step:
@@ -254,11 +259,3 @@ def test_connections_are_broken_where_something_is_under_way(is_over: bool) -> N
     sums.close()
     assert [step.is_aborted for step in groups] == [not is_over] * 3
     assert all(step.is_closed for step in groups)
-
-
-def test_it_shows_where_it_is() -> None:
-    sums, gathering, *_ = steps()
-    work = sums.start(torch.ones(2))
-    assert "1 under way" in repr(sums)
-    gathering.end(1)
-    assert "1 steps have ended" in repr(work)
