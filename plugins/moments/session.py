@@ -43,7 +43,7 @@ class MomentUpdates(Updates):
         self._folding = folding
 
     def step(self, deferred: Deferred, *, whole_because: str) -> list[dict[str, Any]]:
-        """See `Steps.step`."""
+        """See `Updates.step`."""
         optimizer = deferred.optimizer
         if hasattr(optimizer, "grad_scale"):
             raise PluginError(
@@ -83,7 +83,7 @@ class MomentUpdates(Updates):
         return debts
 
     def stepped(self) -> None:
-        """See `Steps.stepped`."""
+        """See `Updates.stepped`."""
         for slot in self._slots.values():
             assert isinstance(slot, MomentSlot)
             slot.withhold()

@@ -19,7 +19,6 @@ from ..proxies.compiling import waiting
 from ..proxies.pending import PendingParameter, hold_all, release_all, synchronize_now
 from ..proxies.pending_grads import PendingGrad
 from ..update.deferred import Deferred
-from ..update.stepping import why_now
 from ..update.surroundings import snapshot
 from .buckets import Member, Sent, make_changes
 from .bundles import Bundle, BundleState, Debt, Slot, Update, bundled
@@ -40,7 +39,8 @@ class Updates:
 
     #: also where gradients are here when ``step()`` is called, parameters may not be after it
     late_with_any_gradient: ClassVar[bool] = False
-    #: see `Stepping`
+    #: no step is ever the user's own over everything, and once it is taken no gradient can be read:
+    #: so it is taken after all hooks and the closure
     takes_gradients: ClassVar[bool] = False
 
     def __init__(
@@ -80,9 +80,12 @@ class Updates:
     # -- step --------------------------------------------------------------------------
 
     def step(self, deferred: Deferred, *, whole_because: str) -> list[dict[str, Any]] | None:
-        """See `Steps.step`."""
+        """``step()`` updates now: the groups of what cannot wait, or None if that is everything.
+
+        Args:
+            whole_because: why nothing of it can wait; empty if some can.
+        """
         optimizer = deferred.optimizer
-        whole_because = whole_because or why_now(optimizer)
         is_whole = not deferred.cross or bool(whole_because) or self._all_is_here(optimizer)
         if not is_whole:
             whole_because = deferred.why_kept() or self._why_read_elsewhere(optimizer)
@@ -98,7 +101,7 @@ class Updates:
         return eager
 
     def stepped(self) -> None:
-        """See `Steps.stepped`."""
+        """``step()`` has been executed, as far as it was not deferred."""
 
     def _all_is_here(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether nothing of what ``optimizer`` steps over is on its way any more."""
@@ -112,7 +115,7 @@ class Updates:
         return not self._sending.outstanding_bytes(chunks)
 
     def introduce(self, deferred: Deferred) -> None:
-        """See `Steps.introduce`."""
+        """``deferred`` is one of the session's optimizers from now on."""
         for slot in self._slots.values():
             if slot.alias is not slot.parameter:
                 deferred.know(slot)

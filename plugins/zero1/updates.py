@@ -24,7 +24,6 @@ from ..proxies.pending import PendingParameter, synchronize_now
 from ..proxies.pending_grads import PendingGrad
 from ..routes.groups.group import Group
 from ..update.deferred import Aliased, Deferred
-from ..update.stepping import why_now
 from .owners import Owners
 from .ownership import Part
 from .sums import Layout, Row, arrivals, layouts_of
@@ -74,14 +73,13 @@ class ShardedUpdates(Updates):
         self._now: tuple[list[Row], str] | None = None
 
     def introduce(self, deferred: Deferred) -> None:
-        """See `Steps.introduce`."""
+        """See `Updates.introduce`."""
         super().introduce(deferred)
         self._owners.states.introduce(deferred)
 
     def step(self, deferred: Deferred, *, whole_because: str) -> list[dict[str, Any]]:
-        """See `Steps.step`."""
+        """See `Updates.step`."""
         optimizer = deferred.optimizer
-        whole_because = whole_because or why_now(optimizer)
         deferred.guard()
         self._owners.deal()
         if not whole_because:

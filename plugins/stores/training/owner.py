@@ -18,7 +18,6 @@ from ...planned.sending import Sending
 from ...planned.terms import OpenUpdates
 from ...planned.updates import Updates
 from ...update.deferred import Deferred
-from ...update.stepping import why_now
 from ...update.surroundings import unseen
 from .state import Piece, hyperparameters_of, pieces_of, scatter_state
 from .wire import StoreWire
@@ -161,10 +160,10 @@ class StoreUpdates(Updates):
         self._whole_because = ""
 
     def step(self, deferred: Deferred, *, whole_because: str) -> list[dict[str, Any]]:
-        """See `Steps.step`."""
+        """See `Updates.step`."""
         optimizer = deferred.optimizer
         deferred.guard()
-        whole_because = whole_because or why_now(optimizer) or self._why_read_elsewhere(optimizer)
+        whole_because = whole_because or self._why_read_elsewhere(optimizer)
         if not deferred.cross:
             whole_because = whole_because or "this optimizer does not cross the barrier"
         self._whole_because = whole_because
@@ -186,7 +185,7 @@ class StoreUpdates(Updates):
         return [{**group, "params": []} for group in optimizer.param_groups]
 
     def stepped(self) -> None:
-        """See `Steps.stepped`."""
+        """See `Updates.stepped`."""
         if self._whole_because:
             self.apply_all("step")
             self._meter.stepped(0, self._whole_because)
