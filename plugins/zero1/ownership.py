@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Final
 
 import torch
@@ -67,13 +68,8 @@ class Ownership:
                 pieces = [Piece(owner, 0, numel)]
             else:
                 ends = bounds_of(numel, ranks)
-                starts = [0, *ends[:-1]]
-                pieces = [Piece(r, a, b) for r, (a, b) in enumerate(zip(starts, ends, strict=True))]
+                pieces = [Piece(r, a, b) for r, (a, b) in enumerate(pairwise([0, *ends]))]
             self.pieces[id(slot.parameter)] = pieces
-        self._own = {
-            key: next((piece for piece in pieces if piece.rank == rank), None)
-            for key, pieces in self.pieces.items()
-        }
 
     def of(self, parameter: torch.Tensor) -> list[Piece]:
         """Those of ``parameter``."""
@@ -81,11 +77,13 @@ class Ownership:
 
     def own(self, parameter: torch.Tensor) -> Piece | None:
         """What this rank updates of it."""
-        return self._own[id(parameter)]
+        pieces = self.pieces[id(parameter)]
+        piece = pieces[self.rank if len(pieces) > 1 else 0]
+        return piece if piece.rank == self.rank else None
 
     def is_whole_here(self, parameter: torch.Tensor) -> bool:
         """Whether this rank updates all of it."""
-        return len(self.pieces[id(parameter)]) == 1 and self._own[id(parameter)] is not None
+        return not self.is_cut(parameter) and self.own(parameter) is not None
 
     def is_cut(self, parameter: torch.Tensor) -> bool:
         """Whether each rank updates a part of it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from itertools import chain
 from time import perf_counter_ns
 from typing import Any
 
@@ -24,9 +25,10 @@ from ..proxies.pending import PendingParameter, synchronize_now
 from ..proxies.pending_grads import PendingGrad
 from ..routes.groups.group import Group
 from ..update.deferred import Aliased, Deferred
+from ..update.surroundings import unseen
 from .owners import Owners
 from .ownership import Part
-from .sums import Layout, Row, arrivals, layouts_of
+from .sums import Row, rows_of
 
 
 def sharding(
@@ -68,7 +70,7 @@ class ShardedUpdates(Updates):
         self._owners = owners
         self._parts: dict[int, Part] = {}
         #: by the number of an optimizer, what it has stepped over last, and how that travels
-        self._layouts: dict[int, tuple[list[Slot], list[Layout]]] = {}
+        self._rows: dict[int, tuple[list[Slot], list[Row]]] = {}
         #: until ``step()`` is over, if it is the optimizer's own: what is to be sent, and why
         self._now: tuple[list[Row], str] | None = None
 
@@ -91,7 +93,7 @@ class ShardedUpdates(Updates):
         self._owners.states.keep(deferred)
         number = self._owners.states.number_of(deferred)
         self._owners.steps(number, [slot.name for slot in taken], members)
-        rows = self._rows(number, taken)
+        rows = self._rows_of(number, taken)
         with self.lock:
             self._make_changes(members)
             owned = [(group, list(self._owned(some, deferred))) for group, some, _ in groups]
@@ -111,15 +113,15 @@ class ShardedUpdates(Updates):
         self._meter.stepped(self._sending.outstanding_bytes(rows))
         return [{**group, "params": others} for group, _, others in groups]
 
-    def _rows(self, number: int, taken: Container[Slot]) -> list[Row]:
+    def _rows_of(self, number: int, taken: Container[Slot]) -> list[Row]:
         """What travels after a step of the optimizer ``number`` over ``taken``."""
         slots = [slot for slot in self._slots.values() if slot in taken]
-        known, layouts = self._layouts.get(number, ([], []))
+        known, rows = self._rows.get(number, ([], []))
         if slots != known:
             owners = self._owners
-            layouts = [*layouts_of(slots, owners.ownership, owners.ranks, owners.run_bytes)]
-            self._layouts[number] = slots, layouts
-        return [*map(Row, layouts)]
+            rows = [*rows_of(slots, owners.ownership, owners.ranks, owners.run_bytes)]
+            self._rows[number] = slots, rows
+        return rows
 
     def _update_owned(
         self,
@@ -234,9 +236,22 @@ class ShardedUpdates(Updates):
                     slot.stand_for()
                     slot.awaits = (row,)
                     owed.setdefault(slot.bundle, []).append(slot)
-        put = arrivals(ownership, self._parts)
-        # Which need no hyper-parameters.
-        self._owe([Debt(put, {}, slots) for slots in owed.values()])
+        # What puts them in place needs no hyper-parameters.
+        self._owe([Debt(self._put, {}, slots) for slots in owed.values()])
+
+    def _put(self, groups: Sequence[tuple[dict[str, Any], Sequence[Slot]]]) -> None:
+        """Puts what came into parameters (see `bundles.Update`)."""
+        with unseen():
+            for slot in chain.from_iterable(slots for _, slots in groups):
+                part = self._parts.get(id(slot.parameter))
+                for row in slot.awaits or ():
+                    assert isinstance(row, Row)
+                    for piece, came in row.take(slot):
+                        if part is None:
+                            slot.alias.copy_(came.view(slot.alias.shape))
+                        else:
+                            part.of(slot.alias, piece).copy_(came)
+                slot.awaits = ()
 
     def _memory(self, row: Row) -> list[torch.Tensor]:
         """What this rank owns of a row, as it is now."""
