@@ -20,7 +20,7 @@ from bytesched.config import Config
 from bytesched.environment import is_horovod_elastic
 from bytesched.errors import MismatchError, TransportError, in_one_line
 
-from ..warmup.agree import disagreement
+from ..agree import disagreement
 from .operations import Operations
 
 __all__ = ["Announcement", "Entry", "decline"]

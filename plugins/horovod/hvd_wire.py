@@ -20,7 +20,7 @@ from ..ending import end_soon, is_at_the_end
 from ..planned.clocks import PROBE
 from ..planned.source import Source
 from ..planned.wire import HOST
-from ..warmup.probing import BEFORE_PROBES
+from ..routes.probing import BEFORE_PROBES
 from .operations import HorovodTimeout, Operations
 
 __all__ = ["HorovodWire"]

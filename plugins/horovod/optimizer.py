@@ -21,6 +21,7 @@ from bytesched.errors import BytesschedError, PluginError, in_one_line
 from bytesched.log import show
 from bytesched.trace.timeline import observers_of
 
+from ..agree import statements
 from ..left import name_of_horovods
 from ..planned.beginning import add_optimizer, stays_plain, why_whole
 from ..planned.bundles import Slot
@@ -28,7 +29,6 @@ from ..planned.coding import DTYPES
 from ..planned.hooked_session import HookedSession
 from ..planned.terms import Terms, setting_of
 from ..registry import add, announce
-from ..warmup.agree import statements
 from ..wrapping import check, settings
 from .elastic import Elastic
 from .ending import watch_endings

@@ -25,7 +25,7 @@ from torch.utils.hooks import RemovableHandle
 from bytesched.config import Config
 from bytesched.errors import ConfigError, PluginError
 
-from ..dependency.failures import Failures
+from ..failures import Failures
 from ..update.optimizer_state import GuardedState
 from .slots import MomentSlot
 

@@ -16,7 +16,7 @@ from torch import nn
 from bytesched.errors import PluginError
 from bytesched.observe import Observers
 
-from ..dependency.failures import Failures
+from ..failures import Failures
 from ..figures.meter import Meter
 from ..planned.buckets import Bucket, Member
 from ..planned.bundles import Bundle, Debt, Slot, Update

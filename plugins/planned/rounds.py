@@ -11,11 +11,10 @@ from typing import Any, cast
 
 from bytesched.errors import PluginError, TransportError
 
-from ..dependency.failures import Failures
+from ..failures import Failures
 from ..figures.meter import Meter
 from ..proxies.pending_grads import PendingGrad
 from ..queries import ASKING
-from ..warmup.retuning import Traffic
 from .buckets import Bucket, Chunk, Member
 from .clocks import Clock, DeviceClock, HostClock
 from .coding import coding_of
@@ -24,6 +23,7 @@ from .halves import Halves
 from .owners import dealt, late_ones
 from .planning import Planning, first_gates
 from .questions import Questions, asked_of
+from .retuning import Traffic
 from .sending import Sending
 from .source import Source
 from .splitting import Splitting

@@ -11,7 +11,7 @@ import torch
 from bytesched.errors import PluginError
 from bytesched.share.turn import HELD, released
 
-from ..dependency.failures import Failures
+from ..failures import Failures
 from ..figures.meter import Meter
 from .buckets import Bucket, Chunk, Sent
 from .coding import Coding

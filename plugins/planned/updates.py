@@ -13,7 +13,7 @@ from torch import nn
 
 from bytesched.errors import PluginError, SchedulerTimeout
 
-from ..dependency.failures import Failures, refuse
+from ..failures import Failures, refuse
 from ..figures.meter import Meter
 from ..proxies.compiling import waiting
 from ..proxies.pending import PendingParameter, hold_all, release_all, synchronize_now

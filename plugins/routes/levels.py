@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from itertools import pairwise
-from time import perf_counter
 from typing import Any, Final
 
 import torch
@@ -23,6 +22,7 @@ from bytesched.errors import PluginError, SchedulerClosed
 from bytesched.link.levels import levels_of, ring_share, shares_hosts, two_level_share
 
 from .groups.group import Group
+from .probing import timed
 
 log = logging.getLogger("bytesched")
 
@@ -282,29 +282,14 @@ def _explain(hosts: Sequence[str]) -> None:
 
 def _seconds(data: Group, sums: TwoLevelSums) -> tuple[float, float]:
     """Of a sum over all ranks, and of one in two levels; the same numbers on all ranks."""
-
-    ways = data.all_reduce, sums.start
-    best = [min(_timed(data, start) for _ in range(_TRIES)) for start in ways]
+    cpu = torch.device("cpu")
+    best = []
+    for start in (data.all_reduce, sums.start):
+        once = partial(timed, start, data.wait, cpu, _NBYTES, _COUNT, _TRIED_AT_ONCE)
+        best.append(min(once()[0] for _ in range(_TRIES)) / _COUNT)
     # The slowest rank's, by a sum in which others have nothing: there is no time below 0.
     everyone = torch.zeros(data.size, 2, dtype=torch.float64, device="cpu")
     everyone[data.rank] = torch.tensor(best, dtype=torch.float64, device="cpu")
     data.wait(data.all_reduce(everyone), task="a trial")
     flat_s, levels_s = everyone.amax(0).tolist()
     return flat_s, levels_s
-
-
-def _timed(data: Group, start: Callable[[torch.Tensor], Any]) -> float:
-    """Seconds of one of ``_COUNT`` sums, ``_TRIED_AT_ONCE`` of them at a time."""
-    buffers = [torch.zeros(_NBYTES // 4, device="cpu") for _ in range(_TRIED_AT_ONCE)]
-    wait = partial(data.wait, task="a trial")
-    wait(start(buffers[0]))
-    wait(data.all_reduce(torch.zeros(1, device="cpu")))
-    began = perf_counter()
-    works: list[Any] = []
-    for index in range(_COUNT):
-        if len(works) == _TRIED_AT_ONCE:
-            wait(works.pop(0))
-        works.append(start(buffers[index % _TRIED_AT_ONCE]))
-    for work in works:
-        wait(work)
-    return (perf_counter() - began) / _COUNT

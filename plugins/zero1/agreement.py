@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from bytesched.errors import BytesschedError, MismatchError, PeerLost, PluginError, TransportError
 
-from ..dependency.failures import Failures
+from ..failures import Failures
 from ..routes.groups.group import Group
 
 

@@ -14,7 +14,7 @@ from torch import nn
 from bytesched.errors import PluginError, TransportError
 from bytesched.observe import Observers
 
-from ..dependency.failures import Failures
+from ..failures import Failures
 from ..figures.meter import Meter
 from ..layout import is_dense
 from ..planned.buckets import Bucket, Member

@@ -13,7 +13,7 @@ from torch import nn
 
 from bytesched.observe import Observers
 
-from ..dependency.failures import Failures
+from ..failures import Failures
 from ..figures.meter import Meter
 from ..planned.buckets import Member, make_changes
 from ..planned.bundles import Bundle, Debt, Slot

@@ -203,14 +203,14 @@ class Script:
 
     def _watch_measurement(self) -> None:
         """Reaches "in_measurement" when the link is about to be measured, for a tuner."""
-        kind: Any = importlib.import_module("bytesched.plugins.warmup.probing").Probing
-        real = kind.probes
+        tuned: Any = importlib.import_module("bytesched.plugins.planned.tuned")
+        real = tuned.probes
 
         def watched(*args: Any) -> Any:
             self.at("in_measurement")
             return real(*args)
 
-        kind.probes = watched
+        tuned.probes = watched
 
 
 def _raise(error: Exception) -> None:

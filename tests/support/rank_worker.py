@@ -266,7 +266,7 @@ def main() -> None:
     for module in OURS:
         importlib.import_module(module)
     # How fast this machine is makes no difference to a test, and takes a second to measure well.
-    probing = sys.modules["bytesched.plugins.warmup.probing"]
+    probing = sys.modules["bytesched.plugins.routes.probing"]
     vars(probing).update(_TRIES=1, _SHORT_TRIES=1)
     launch = serve(Connection(int(sys.argv[1])))
     if launch is None:

@@ -10,7 +10,7 @@ import torch
 from bytesched.errors import PluginError
 from bytesched.observe import Observers
 
-from ...dependency.failures import Failures
+from ...failures import Failures
 from ...figures.meter import Meter
 from ...planned.buckets import Bucket, Chunk, Member
 from ...planned.bundles import Bundle, Debt, Slot

@@ -10,7 +10,7 @@ from connected import two_connected
 
 from bytesched.errors import PeerLost, TransportError
 from bytesched.plugins.c10d.buffers import BufferBroadcast
-from bytesched.plugins.dependency.failures import Failures
+from bytesched.plugins.failures import Failures
 
 
 def test_what_this_rank_has_broken_itself_raises_why() -> None:

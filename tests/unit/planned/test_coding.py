@@ -14,7 +14,7 @@ from fake_wire import FakeWire, Run, alone
 from torch import Tensor, nn
 
 from bytesched.observe import Observers
-from bytesched.plugins.dependency.failures import Failures
+from bytesched.plugins.failures import Failures
 from bytesched.plugins.figures.meter import Meter
 from bytesched.plugins.planned.buckets import Bucket
 from bytesched.plugins.planned.coding import coding_of

@@ -10,7 +10,7 @@ import torch
 from fake_wire import FakeWire
 from torch import nn
 
-from bytesched.plugins.dependency.failures import Failures
+from bytesched.plugins.failures import Failures
 from bytesched.plugins.planned.buckets import Bucket, Chunk
 from bytesched.plugins.planned.bundles import Slot
 from bytesched.plugins.planned.hook_source import HookSource

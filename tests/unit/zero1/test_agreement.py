@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from bytesched.errors import MismatchError, PeerLost, PluginError
-from bytesched.plugins.dependency.failures import Failures
+from bytesched.plugins.failures import Failures
 from bytesched.plugins.zero1.agreement import Agreement, Kind
 
 TIMEOUT_S = 20
