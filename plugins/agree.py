@@ -13,8 +13,6 @@ from torch import nn
 from bytesched.config import Config
 from bytesched.errors import MismatchError
 
-__all__ = ["agree", "disagreement", "settings", "statements"]
-
 #: fields of the configuration that must be the same everywhere
 _SHARED_FIELDS = (
     "policy",

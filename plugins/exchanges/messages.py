@@ -180,6 +180,3 @@ class Exchanges(Failures):
         self._waiting.clear()
         while self._open:
             self._open.pop().end(self.error)
-
-    def __repr__(self) -> str:
-        return f"<Exchanges {self._begun} begun, {len(self._open)} open>"

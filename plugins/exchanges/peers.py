@@ -217,9 +217,6 @@ class Peers:
         self._group.abort()
         return error
 
-    def __repr__(self) -> str:
-        return f"<Peers rank {self.rank} of {self.size}>"
-
 
 _PEERS: weakref.WeakKeyDictionary[dist.ProcessGroup, Peers] = weakref.WeakKeyDictionary()
 _OPENED: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()

@@ -21,8 +21,6 @@ from bytesched.errors import in_one_line
 
 from ..planned.hooked_session import HookedSession
 
-__all__ = ["Elastic"]
-
 log = logging.getLogger("bytesched")
 
 
@@ -155,6 +153,3 @@ class Elastic:
         if self._session is not None:
             self._session.close(release_parameters=release_parameters)
             self._session = None
-
-    def __repr__(self) -> str:
-        return f"<elastic, {self._session!r}>"

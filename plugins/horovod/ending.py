@@ -17,8 +17,6 @@ from bytesched.errors import PluginError
 
 from ..planned.hooked_session import HookedSession
 
-__all__ = ["watch_endings"]
-
 log = logging.getLogger("bytesched")
 
 #: what Horovod gets, at most, to end after a failure

@@ -23,8 +23,6 @@ from bytesched.errors import MismatchError, TransportError, in_one_line
 from ..agree import disagreement
 from .operations import Operations
 
-__all__ = ["Announcement", "Entry", "decline"]
-
 #: for an answer that all ranks have made possible already
 _PATIENCE_S: Final = 10.0
 _NAP_S: Final = 1e-3

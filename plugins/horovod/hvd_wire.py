@@ -23,8 +23,6 @@ from ..planned.wire import HOST
 from ..routes.probing import BEFORE_PROBES
 from .operations import HorovodTimeout, Operations
 
-__all__ = ["HorovodWire"]
-
 log = logging.getLogger("bytesched")
 
 #: the key of what ranks tell each other; nothing else of it is told meanwhile

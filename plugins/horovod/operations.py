@@ -13,8 +13,6 @@ from torch import Tensor
 
 from bytesched.errors import PeerLost, SchedulerTimeout, TransportError
 
-__all__ = ["Held", "HorovodFailed", "HorovodPeerLost", "HorovodTimeout", "Operations"]
-
 #: between two looks at an operation that the user's thread waits for; each nap is so much longer
 #: than the one before, so that one that takes a millisecond is not found half a millisecond late
 _SHORTEST_NAP_S: Final = 1e-4

@@ -36,8 +36,6 @@ from .entry import Entry, decline
 from .hvd_wire import HorovodWire
 from .shell import Shell
 
-__all__ = ["ScheduledOptimizer", "attach", "begin", "decline", "why_plain"]
-
 log = logging.getLogger("bytesched")
 
 _OFF: Final = "enabled is off"

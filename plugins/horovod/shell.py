@@ -19,8 +19,6 @@ from ..planned.bundles import Slot
 from ..planned.hooked_session import HookedSession
 from .hvd_wire import HorovodWire
 
-__all__ = ["Shell"]
-
 #: between two looks at an operation of Horovod's own
 _LOOK_S: Final = 5e-4
 

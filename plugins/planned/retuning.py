@@ -12,8 +12,6 @@ from bytesched.tunable import Decision, RunFacts, Setting, Steps, Tuner
 from ..routes.probing import FromLeader
 from .clocks import Clock
 
-__all__ = ["Retuning", "Traffic"]
-
 log = logging.getLogger("bytesched")
 
 #: steps until the next decision where none will be made, or not any more

@@ -78,10 +78,6 @@ class TwoLevelSum:
             self._future.set_result(None)
         self._over.set()
 
-    def __repr__(self) -> str:
-        state = self.why or ("over" if self.is_completed() else f"{self.steps} steps have ended")
-        return f"<TwoLevelSum: {state}>"
-
 
 class TwoLevelSums:
     """Sums over N hosts of g ranks, of which each adds up one slice of g for its host.
@@ -214,12 +210,6 @@ class TwoLevelSums:
         with self._lock:
             self._under_way -= 1
         self._begin(0)
-
-    def __repr__(self) -> str:
-        return (
-            f"<TwoLevelSums rank {self._place} of {self._ranks} on host {self._between.rank} of "
-            f"{self._between.size}, {self._under_way} under way>"
-        )
 
 
 def open_levels(

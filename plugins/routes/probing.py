@@ -13,8 +13,6 @@ import torch
 
 from bytesched.link.sizes import PROBE_WINDOW, Probe, probe_sizes
 
-__all__ = ["BEFORE_PROBES", "FromLeader", "probes", "timed"]
-
 #: the key of what ranks sum to begin a measurement together
 BEFORE_PROBES: Final = "before a probe"
 

@@ -251,9 +251,6 @@ class Agreement:
         except TransportError as error:
             self._failures.raise_first(error)
 
-    def __repr__(self) -> str:
-        return f"<Agreement: {self.rounds} rounds, {self.steps} steps>"
-
 
 #: what is called before a barrier of a script's group, and which
 _answering: list[tuple[Callable[[], None], Any]] = []

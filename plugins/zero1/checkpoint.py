@@ -145,9 +145,6 @@ class ShardedState:
         ):
             group.update({key: value for key, value in loaded.items() if key != "params"})
 
-    def __repr__(self) -> str:
-        return f"<ShardedState of {type(self._optimizer).__name__}>"
-
 
 def boxes_of(shape: Sequence[int], start_at: int, stop_at: int) -> Iterator[_Box]:
     """Boxes of a tensor of that shape that are together these of its elements, row by row."""

@@ -279,9 +279,6 @@ class Owners:
         self._summing.clear()
         self._rows.clear()
 
-    def __repr__(self) -> str:
-        return f"<Owners: {self.states.ownership or 'nothing is dealt'}>"
-
 
 def _refuse_overlaps(slots: Sequence[Slot]) -> None:
     """Raises `PluginError` where memory would have two owners."""

@@ -89,10 +89,6 @@ class Ownership:
         """Whether each rank updates a part of it."""
         return len(self.pieces[id(parameter)]) > 1
 
-    def __repr__(self) -> str:
-        cut = sum(len(pieces) > 1 for pieces in self.pieces.values())
-        return f"<Ownership of {len(self.pieces)} parameters, {cut} of them by all ranks>"
-
 
 class Part:
     """Some elements of a parameter, as a parameter of one dimension that an optimizer updates."""
@@ -127,6 +123,3 @@ class Part:
                 "shard=True, set memory formats before the first backward pass"
             )
         return elements(tensor, self.like, piece.start, piece.stop)
-
-    def __repr__(self) -> str:
-        return f"<Part {self._slot.name}[{self.piece.start}:{self.piece.stop}]>"

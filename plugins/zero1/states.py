@@ -176,9 +176,6 @@ class States:
             state.restore({**entries, **others})
         self.close()
 
-    def __repr__(self) -> str:
-        return f"<States of {len(self.optimizers)} optimizers>"
-
 
 def _state_of(deferred: Deferred) -> GuardedState:
     """That of its optimizer, guarded if the script has put another one there."""

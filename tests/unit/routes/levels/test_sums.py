@@ -254,11 +254,3 @@ def test_connections_are_broken_where_something_is_under_way(is_over: bool) -> N
     sums.close()
     assert [step.is_aborted for step in groups] == [not is_over] * 3
     assert all(step.is_closed for step in groups)
-
-
-def test_it_shows_where_it_is() -> None:
-    sums, gathering, *_ = steps()
-    work = sums.start(torch.ones(2))
-    assert "1 under way" in repr(sums)
-    gathering.end(1)
-    assert "1 steps have ended" in repr(work)
