@@ -6,7 +6,6 @@ import logging
 from collections import Counter
 from collections.abc import Callable
 from time import perf_counter_ns
-from typing import NamedTuple
 
 from bytesched.observe import Observers
 from bytesched.tunable import Setting
@@ -30,14 +29,6 @@ _HIDDEN = "communication is hidden behind backward already, there is little to g
 _ARRIVED = "the rest had arrived before step()"
 
 log = logging.getLogger("bytesched")
-
-
-class Moment(NamedTuple):
-    """When the training thread began to wait."""
-
-    at_ns: int
-    #: for how long something had been on the wire by then
-    busy_ns: int
 
 
 class Meter:
@@ -82,9 +73,8 @@ class Meter:
         self._iterations = self._measured_steps = 0
         self._whole_steps: Counter[str] = Counter()
         self._crossed_bytes = 0
-        #: by what made the training thread wait, and how much of that something was on the wire
+        #: by what made the training thread wait for what was on the wire
         self._wait_ns: Counter[str] = Counter()
-        self._exposed_ns = 0
         self._update_ns = 0
         #: what reads gradients in front of ``step()``
         self.causes = Causes(self._parameters)
@@ -172,7 +162,7 @@ class Meter:
     def _overlap(self) -> float:
         """The share of that in which the training thread did not wait."""
         comm_ns = self._comm_ns
-        return max(0.0, 1 - self._exposed_ns / comm_ns) if comm_ns else 0.0
+        return max(0.0, 1 - self._wait_ns.total() / comm_ns) if comm_ns else 0.0
 
     def _reason(self) -> str:
         """Why little crossed the barrier; empty if much did."""
@@ -194,24 +184,23 @@ class Meter:
             self._observers.on_span("step", "optimizer.step", self._step_ns, now_ns)
             self._observers.on_step(self._steps, now_ns)
 
-    def moment(self) -> Moment:
-        """Now, when the user's thread begins to wait."""
-        return Moment(perf_counter_ns(), self._busy_ns())
+    def moment(self) -> int:
+        """Now, in ns, when the user's thread begins to wait."""
+        return perf_counter_ns()
 
-    def waited(self, by: str, began: Moment, *, is_exposed: bool = False) -> int:
-        """The user's thread has waited since ``began``: returns for how long, in ns.
+    def waited(self, by: str, began_ns: int) -> int:
+        """The user's thread has waited since ``began_ns``: returns for how long, in ns.
+
+        Something was on the wire all the time.
 
         Args:
             by: what made it wait.
-            is_exposed: something was on the wire all the time.
         """
         now_ns = perf_counter_ns()
-        waited_ns = now_ns - began.at_ns
+        waited_ns = now_ns - began_ns
         self._wait_ns[by] += waited_ns
-        busy_ns = waited_ns if is_exposed else self._busy_ns() - began.busy_ns
-        self._exposed_ns += min(waited_ns, busy_ns)
         if self._observers.are_any:
-            self._observers.on_span("wait", by, began.at_ns, now_ns)
+            self._observers.on_span("wait", by, began_ns, now_ns)
         return waited_ns
 
     def updated(self, name: str, bundles: int, began_ns: int) -> None:
@@ -231,7 +220,7 @@ class Meter:
             "barrier_crossed_steps": self._crossed_steps,
             "barrier_crossed_pct": 100 * self._crossed,
             "reason": self._reason(),
-            "exposed_comm_ms": self._exposed_ns / _MS / iterations,
+            "exposed_comm_ms": self._wait_ns.total() / _MS / iterations,
             "comm_ms": self._comm_ns / _MS / iterations,
             "overlap_pct": 100 * self._overlap,
             "bytes_per_step": self._nbytes,

@@ -187,7 +187,7 @@ class Owners:
         for bucket in buckets:
             self._wait(bucket.row)
             bucket.row.put()
-        self._meter.waited(by, began, is_exposed=True)
+        self._meter.waited(by, began)
 
     def _numbers(self, text: str, measured: Callable[[], torch.Tensor]) -> torch.Tensor:
         began = self._meter.moment()
@@ -198,7 +198,7 @@ class Owners:
         except Exception as error:  # noqa: BLE001 - it is raised here, and ends the others
             self._failures.raise_first(error)
         numbers = self._agreement.numbers(mine)
-        waited_ns = self._meter.waited("norm of all gradients", began, is_exposed=True)
+        waited_ns = self._meter.waited("norm of all gradients", began)
         self._meter.causes.asked(waited_ns)
         return numbers
 
@@ -218,7 +218,7 @@ class Owners:
         histories = [member.history for member in members]
         self._agreement.say(Kind.STEP, digest(str((optimizer, names, histories))))
         self._finish_sums()
-        self._meter.waited("step", began, is_exposed=True)
+        self._meter.waited("step", began)
 
     def _refuse_half_a_step(self) -> None:
         if self.is_stepping:

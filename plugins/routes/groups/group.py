@@ -283,14 +283,10 @@ class Group:
         self.backend = None
         end_soon(held.clear, PATIENCE_S)
 
-    def error(self, cause: BaseException, *, task: str = "", story: str = "") -> TransportError:
+    def error(self, cause: BaseException, *, task: str = "") -> TransportError:
         """``cause`` as an error of ours: a rank that is likely gone, or a deadline that passed."""
         text = str(cause)
-        about: dict[str, Any] = {
-            "task": task,
-            "rank": self.members[self.rank],
-            "story": story.splitlines(),
-        }
+        about: dict[str, Any] = {"task": task, "rank": self.members[self.rank]}
         if isinstance(cause, _Stopped):
             return PeerLost(f"another rank has stopped{text}", **about)
         if is_cut(text):
