@@ -220,10 +220,11 @@ def serve_cases(launch: Launch) -> None:
 def end_exchanges() -> None:
     """Ends those of the group that outlives a case, whose thread the next case would find."""
     if (peers := sys.modules.get("bytesched.plugins.exchanges.peers")) is not None:
-        for group, opened in tuple(peers._PEERS.items()):
-            del peers._PEERS[group]
-            peers._ENDS.pop(group).detach()
-            opened.close()
+        for layers in tuple(peers._LAYERS.values()):
+            if layers.peers is not None:
+                layers.end.detach()
+                layers.peers.close()
+                layers.peers = None
 
 
 def destroy_groups() -> None:
