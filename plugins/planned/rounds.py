@@ -29,7 +29,7 @@ from .source import Source
 from .splitting import Splitting
 from .terms import Owners, Terms
 from .turns import ModelTurns, open_turns
-from .updates import Updates
+from .updates import Parts, Updates
 from .wire import Exchanging
 
 __all__ = ["Rounds"]
@@ -79,18 +79,22 @@ class Rounds(ABC):
         if coding is not None and any(slot.parameter.is_complex() for slot in slots):
             log.info("compression = %r: complex gradients are sent as they are", config.compression)
         self.sending = Sending(wire, self._failures, self._meter, self.planning, coding)
-        updating = slots, self.sending, self._failures, self._meter
-        named: dict[str, Any] = {
-            "rank": wire.rank,
-            "timeout_s": config.timeout_s,
-            "least_bundle_bytes": self._setting.partition_bytes,
-        }
+        parts = Parts(
+            slots,
+            self.sending,
+            self._failures,
+            self._meter,
+            self.observers,
+            wire.rank,
+            config.timeout_s,
+            self._setting.partition_bytes,
+        )
         self.owners: Owners | None = None
         self._updates: Updates
         if terms.open_updates is None:
-            self._updates = Updates(*updating, **named)
+            self._updates = Updates(parts)
         else:
-            self.owners, self._updates = terms.open_updates(*updating, self.observers, **named)
+            self.owners, self._updates = terms.open_updates(parts)
         self._splitting = Splitting(wire, config.split if self._halves_bytes else "off")
         self.source = self._make_source(divisor if coding is None else 1)
 

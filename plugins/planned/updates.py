@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Sequence, Set
+from dataclasses import dataclass
 from functools import partial
 from time import perf_counter_ns
 from typing import Any, ClassVar, Final
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 
 from bytesched.errors import PluginError, SchedulerTimeout
+from bytesched.observe import Observers
 
 from ..failures import Failures, refuse
 from ..figures.meter import Meter
@@ -29,13 +31,25 @@ _FREE: Final = BundleState.FREE
 _NO_GRADIENT: Final = type(None)
 
 
-class Updates:
-    """The steps of all optimizers of one model.
+@dataclass(frozen=True, eq=False)
+class Parts:
+    """What the updates of one session are made with."""
 
-    Args:
-        timeout_s: how long a thread waits for another one that makes an update.
-        least_bundle_bytes: see `bundled`.
-    """
+    #: all parameters
+    slots: Sequence[Slot]
+    sending: Sending
+    failures: Failures
+    meter: Meter
+    observers: Observers
+    rank: int
+    #: how long a thread waits for another one that makes an update
+    timeout_s: float
+    #: see `bundled`
+    least_bundle_bytes: int
+
+
+class Updates:
+    """The steps of all optimizers of one model."""
 
     #: also where gradients are here when ``step()`` is called, parameters may not be after it
     late_with_any_gradient: ClassVar[bool] = False
@@ -43,31 +57,21 @@ class Updates:
     #: so it is taken after all hooks and the closure
     takes_gradients: ClassVar[bool] = False
 
-    def __init__(
-        self,
-        slots: Sequence[Slot],
-        sending: Sending,
-        failures: Failures,
-        meter: Meter,
-        *,
-        rank: int,
-        timeout_s: float,
-        least_bundle_bytes: int = 1,
-    ) -> None:
-        self._slots = {id(slot.parameter): slot for slot in slots}
-        self._sending = sending
-        self._failures = failures
-        self._meter = meter
-        self._rank = rank
-        self._timeout_s = timeout_s
-        self._least_bundle_bytes = least_bundle_bytes
+    def __init__(self, parts: Parts) -> None:
+        self._slots = {id(slot.parameter): slot for slot in parts.slots}
+        self._sending = parts.sending
+        self._failures = parts.failures
+        self._meter = parts.meter
+        self._rank = parts.rank
+        self._timeout_s = parts.timeout_s
+        self._least_bundle_bytes = parts.least_bundle_bytes
         #: held while an update is awaited and made
         self.lock = threading.RLock()
         self._is_running = False
         self.bundles: list[Bundle] = []
         #: what a use of each parameter calls while it is pending, by the parameter's id
         self._uses: dict[int, Any] = {}
-        self.bundle([index] for index in range(len(slots)))
+        self.bundle([index] for index in range(len(parts.slots)))
 
     def bundle(self, units: Iterable[Sequence[int]]) -> None:
         """Other bundles, see `bundled`; nothing may be owed."""

@@ -12,14 +12,12 @@ import torch.distributed as dist
 from torch import nn
 
 from bytesched.errors import PluginError, TransportError
-from bytesched.observe import Observers
 
-from ..failures import Failures
-from ..figures.meter import Meter
 from ..layout import is_dense
 from ..planned.buckets import Bucket, Member
 from ..planned.bundles import Slot
 from ..planned.spans import Carried
+from ..planned.updates import Parts
 from ..planned.wire import Exchanging
 from ..queries import digest
 from ..routes.groups.group import Group
@@ -38,7 +36,6 @@ class Owners:
     """Which ranks own what, and everything that is carried for it.
 
     Args:
-        slots: all parameters of the model, in registration order.
         group: of Gloo, for statements alone.
         base: of the script, with the same ranks.
         reduced: those whose gradients are summed; each rank updates all others by itself.
@@ -47,23 +44,20 @@ class Owners:
 
     def __init__(
         self,
-        slots: Sequence[Slot],
+        parts: Parts,
         wire: Exchanging,
         group: Group,
         base: dist.ProcessGroup,
         reduced: Sequence[nn.Parameter],
-        failures: Failures,
-        meter: Meter,
-        observers: Observers,
         *,
         run_bytes: int,
     ) -> None:
         self._wire = wire
         self._reduced = {id(parameter) for parameter in reduced}
-        self._slots = [slot for slot in slots if id(slot.parameter) in self._reduced]
+        self._slots = [slot for slot in parts.slots if id(slot.parameter) in self._reduced]
         _refuse_overlaps(self._slots)
-        self._failures = failures
-        self._meter = meter
+        self._failures = parts.failures
+        self._meter = parts.meter
         self.run_bytes = run_bytes
         self.ranks = wire.size
         #: of this round, whose sums are under way; and of parameters, since the last steps
@@ -72,9 +66,9 @@ class Owners:
         #: the optimizer's own ``step()`` is running
         self.is_stepping = False
         self.states = States(self._slots, lambda number: self._agreement.say(Kind.STATE, number))
-        self._agreement = Agreement(group, failures, self.states.answer)
+        self._agreement = Agreement(group, parts.failures, self.states.answer)
         self.leave, self.disown = self._agreement.leave, self._agreement.disown
-        self._carried = Carried(observers)
+        self._carried = Carried(parts.observers)
         self.questions = OwnersQuestions(
             wire.rank,
             self.owned,

@@ -11,15 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from bytesched.observe import Observers
-
-from ..failures import Failures
-from ..figures.meter import Meter
 from ..planned.buckets import Member, make_changes
 from ..planned.bundles import Bundle, Debt, Slot
-from ..planned.sending import Sending
 from ..planned.terms import OpenUpdates
-from ..planned.updates import Updates
+from ..planned.updates import Parts, Updates
 from ..planned.wire import Exchanging
 from ..proxies.pending import PendingParameter, synchronize_now
 from ..proxies.pending_grads import PendingGrad
@@ -40,18 +35,9 @@ def sharding(
 ) -> OpenUpdates:
     """Opens the owners of a session; see `Owners`."""
 
-    def opened(
-        slots: Sequence[Slot],
-        sending: Sending,
-        failures: Failures,
-        meter: Meter,
-        observers: Observers,
-        **named: Any,
-    ) -> tuple[Owners, Updates]:
-        owners = Owners(
-            slots, wire, group, base, reduced, failures, meter, observers, run_bytes=run_bytes
-        )
-        return owners, ShardedUpdates(slots, owners, sending, failures, meter, **named)
+    def opened(parts: Parts) -> tuple[Owners, Updates]:
+        owners = Owners(parts, wire, group, base, reduced, run_bytes=run_bytes)
+        return owners, ShardedUpdates(parts, owners)
 
     return opened
 
@@ -65,8 +51,8 @@ class ShardedUpdates(Updates):
     late_with_any_gradient = True
     takes_gradients = True
 
-    def __init__(self, slots: Sequence[Slot], owners: Owners, *others: Any, **named: Any) -> None:
-        super().__init__(slots, *others, **named)
+    def __init__(self, parts: Parts, owners: Owners) -> None:
+        super().__init__(parts)
         self._owners = owners
         self._parts: dict[int, Part] = {}
         #: by the number of an optimizer, what it has stepped over last, and how that travels

@@ -8,15 +8,12 @@ from typing import Any
 import torch
 
 from bytesched.errors import PluginError
-from bytesched.observe import Observers
 
 from ...failures import Failures
-from ...figures.meter import Meter
 from ...planned.buckets import Bucket, Chunk, Member
 from ...planned.bundles import Bundle, Debt, Slot
-from ...planned.sending import Sending
 from ...planned.terms import OpenUpdates
-from ...planned.updates import Updates
+from ...planned.updates import Parts, Updates
 from ...update.deferred import Deferred
 from ...update.surroundings import unseen
 from .state import Piece, hyperparameters_of, pieces_of, scatter_state
@@ -147,14 +144,13 @@ class StoreUpdates(Updates):
 
     Args:
         owner: of the same session.
-        others: see `Updates`.
     """
 
     late_with_any_gradient = True
     takes_gradients = True
 
-    def __init__(self, slots: Sequence[Slot], owner: Owner, *others: Any, **named: Any) -> None:
-        super().__init__(slots, *others, **named)
+    def __init__(self, parts: Parts, owner: Owner) -> None:
+        super().__init__(parts)
         self._owner = owner
         #: why parameters are to be here when ``step()`` is over; empty if they need not be
         self._whole_because = ""
@@ -194,15 +190,8 @@ class StoreUpdates(Updates):
 def owning(wire: StoreWire) -> OpenUpdates:
     """Opens what a session has in the store behind ``wire``, which updates."""
 
-    def opened(
-        slots: Sequence[Slot],
-        sending: Sending,
-        failures: Failures,
-        meter: Meter,
-        observers: Observers,
-        **named: Any,
-    ) -> tuple[Owner, Updates]:
-        owner = Owner(wire, slots, failures)
-        return owner, StoreUpdates(slots, owner, sending, failures, meter, **named)
+    def opened(parts: Parts) -> tuple[Owner, Updates]:
+        owner = Owner(wire, parts.slots, parts.failures)
+        return owner, StoreUpdates(parts, owner)
 
     return opened
