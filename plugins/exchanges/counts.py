@@ -104,11 +104,12 @@ class Table:
                     f"rank {rank} of the exchange has rows and counts that do not fit "
                     f"({form}; counts {list(self.counts[rank])}): nothing was sent"
                 )
-            if form != self.forms[0] or len(self.counts[rank]) != len(self.counts[0]):
+            first, other = len(self.counts[0]), len(self.counts[rank])
+            if form != self.forms[0] or first != other:
+                lengths = "" if first == other else f", and {other} counts in place of {first}"
                 raise MismatchError(
                     f"the ranks of the exchange disagree: rank 0 has {self.forms[0]}, "
-                    f"rank {rank} has {form}"
-                    f"{self._lengths(rank)}: nothing was sent"
+                    f"rank {rank} has {form}{lengths}: nothing was sent"
                 )
 
         if self.trains and (without := [r for r, f in enumerate(self.forms) if not f.records]):
@@ -121,10 +122,6 @@ class Table:
     def trains(self) -> bool:
         """Whether gradients of rows are needed on some rank."""
         return any(form.trains for form in self.forms)
-
-    def _lengths(self, rank: int) -> str:
-        first, other = len(self.counts[0]), len(self.counts[rank])
-        return "" if first == other else f", and {other} counts in place of {first}"
 
     def check_sizes(self) -> None:
         """Raises MismatchError if a rank awaits other sizes than are sent.

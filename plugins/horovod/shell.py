@@ -93,19 +93,16 @@ class Shell:
             handle: tuple[Any, Any] = self._horovods_gradient(self._optimizer, parameter)
             return handle
         if parameter.grad is not None and parameter.grad.is_sparse:
-            self._refuse_sparse(slot)
+            # Chunks are dense, and were agreed on already.
+            error = PluginError(
+                f"the gradient of {slot.name!r} is sparse on rank {hvd.rank()}, which "
+                "nothing announced. Use nn.Embedding(sparse=True), which does and leaves it to "
+                "Horovod, or make the gradient dense, or do not wrap this optimizer"
+            )
+            self._session.fail(error)
+            raise error
         self._session.backward_gradient(parameter)
         return self, None
-
-    def _refuse_sparse(self, slot: Slot) -> None:
-        """Chunks are dense, and were agreed on already."""
-        error = PluginError(
-            f"the gradient of {slot.name!r} is sparse on rank {hvd.rank()}, which "
-            "nothing announced. Use nn.Embedding(sparse=True), which does and leaves it to "
-            "Horovod, or make the gradient dense, or do not wrap this optimizer"
-        )
-        self._session.fail(error)
-        raise error
 
     def _gradients(self, group: Sequence[torch.Tensor]) -> tuple[Any, Any]:
         for parameter in group:

@@ -8,6 +8,7 @@ it owns, nothing is sent, and a checkpoint has no trace of the number of ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from math import prod
 from typing import Any, Final, TypeAlias
 
@@ -90,19 +91,14 @@ class HeldTensor(torch.Tensor):
         return f"<HeldTensor {here} elements of {tuple(self.shape)}>"
 
 
+@dataclass(eq=False, repr=False)
 class ShardedState:
-    """What `torch.distributed.checkpoint` saves and loads of one optimizer; see `sharded_state`.
+    """What `torch.distributed.checkpoint` saves and loads of one optimizer; see `sharded_state`."""
 
-    Args:
-        synchronize: applies what is outstanding.
-    """
-
-    def __init__(
-        self, optimizer: torch.optim.Optimizer, states: States, synchronize: Callable[[], None]
-    ) -> None:
-        self._optimizer = optimizer
-        self._states = states
-        self._synchronize = synchronize
+    _optimizer: torch.optim.Optimizer
+    _states: States
+    #: applies what is outstanding
+    _synchronize: Callable[[], None]
 
     def _held(self) -> Iterator[tuple[Slot, Piece, dict[str, Any]]]:
         self._synchronize()

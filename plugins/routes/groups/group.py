@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, Final
 
@@ -220,7 +220,10 @@ class Group:
                     # It had time to finish with what had arrived before.
                     raise broken from None
                 ring = {(self.rank + 1) % self.size, (self.rank - 1) % self.size}
-                broken = self.broken(ring) or self._stopped_outside(ring)
+                broken = self.broken(ring)
+                # A rank that is no neighbour may have stopped.
+                if broken is None and self.size > 1 + len(ring) and (note := self.note()):
+                    broken = _Stopped(note)
         work.wait()
 
     def broken(self, peers: Iterable[int]) -> RuntimeError | None:
@@ -234,11 +237,6 @@ class Group:
             # Frames of the call hold the backend, whose threads would live as long as the error.
             return error.with_traceback(None)
         return None
-
-    def _stopped_outside(self, ring: Collection[int]) -> RuntimeError | None:
-        """The note of a rank that stopped, where there are others than those of ``ring``."""
-        note = self.note() if self.size > 1 + len(ring) else ""
-        return _Stopped(note) if note else None
 
     def lost(self) -> TransportError | None:
         """The error of a connection that is broken, if one is. Any thread."""
