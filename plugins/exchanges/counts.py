@@ -60,10 +60,6 @@ class Form:
             records=torch.is_grad_enabled(),
         )
 
-    def row(self) -> list[int]:
-        """As numbers."""
-        return [int(value) for value in astuple(self)]
-
     def __str__(self) -> str:
         dtype = str(_DTYPES[self.dtype]) if self.dtype >= 0 else "no floating-point matrix"
         gradient = "with gradient" if self.needs_gradient else "without gradient"
@@ -85,7 +81,7 @@ class Table:
     @staticmethod
     def row(form: Form, counts: Sequence[int], longest: int) -> list[int]:
         """What a rank gives, of one length on all of them: room for ``longest`` counts."""
-        return [*form.row(), len(counts), *counts, *[0] * (longest - len(counts))]
+        return [*map(int, astuple(form)), len(counts), *counts, *[0] * (longest - len(counts))]
 
     @staticmethod
     def read(rows: Sequence[Sequence[int]]) -> Table:
