@@ -18,6 +18,7 @@ from bytesched.errors import PluginError
 from ..planned.bundles import Slot
 from ..planned.hooked_session import HookedSession
 from .hvd_wire import HorovodWire
+from .operations import HorovodTimeout
 
 #: between two looks at an operation of Horovod's own
 _LOOK_S: Final = 5e-4
@@ -129,8 +130,11 @@ class Shell:
                 if self._session.error is not None:
                     raise self._session.error.with_traceback(None)
                 if time.monotonic() > deadline:
-                    limit = f"waited {self._wire.timeout_s:g} s for what Horovod reduces itself"
-                    error = self._wire.timeout(f"{limit}, sparse gradients for one")
+                    error = HorovodTimeout(
+                        f"waited {self._wire.timeout_s:g} s for what Horovod reduces itself, "
+                        "sparse gradients for one",
+                        rank=self._wire.rank,
+                    )
                     self._session.fail(error)
                     raise error
                 time.sleep(_LOOK_S)
