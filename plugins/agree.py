@@ -14,20 +14,10 @@ from bytesched.config import Config
 from bytesched.errors import MismatchError
 
 #: fields of the configuration that must be the same everywhere
-_SHARED_FIELDS = (
-    "policy",
-    "partition_bytes",
-    "credit_bytes",
-    "compression",
-    "cross_barrier",
-    "guard",
-    "split",
-    "hierarchy",
-    "shard",
-    "tune",
-    "tune_steps",
-    "tune_space",
-)
+_SHARED_FIELDS = """
+    policy partition_bytes credit_bytes compression cross_barrier guard split hierarchy shard tune
+    tune_steps tune_space
+"""
 
 
 class Named(Protocol):
@@ -52,7 +42,7 @@ def settings(config: Config) -> list[str]:
     """The settings that must be the same on all ranks, a line for each."""
     return [
         f"timeline {'on' if config.timeline else 'off'}",
-        *(f"{field} = {getattr(config, field)!r}" for field in _SHARED_FIELDS),
+        *(f"{field} = {getattr(config, field)!r}" for field in _SHARED_FIELDS.split()),
     ]
 
 

@@ -50,7 +50,7 @@ class Meter:
         self._parameters = parameters
         #: of the plan, once there is one
         self._nbytes = self._chunks = 0
-        self._partition_bytes = self._credit_bytes = 0
+        self._setting: Setting
         self._forward_ns = self._backward_ns = self._step_ns = 0
         self._crossed_steps = 0
         #: why every step updates everything at once, where that is known from the start
@@ -88,8 +88,7 @@ class Meter:
     def changed(self, chunks: int, setting: Setting) -> None:
         """There are other sizes from now on."""
         self._chunks = chunks
-        self._partition_bytes = setting.partition_bytes
-        self._credit_bytes = setting.credit_bytes
+        self._setting = setting
 
     def forward_begins(self) -> None:
         """The model is called."""
@@ -225,8 +224,8 @@ class Meter:
             "overlap_pct": 100 * self._overlap,
             "bytes_per_step": self._nbytes,
             "chunks": self._chunks,
-            "partition_bytes": self._partition_bytes,
-            "credit_bytes": self._credit_bytes,
+            "partition_bytes": self._setting.partition_bytes,
+            "credit_bytes": self._setting.credit_bytes,
             "update_ms": self._update_ns / _MS / iterations,
         }
         for name, ns in self._wait_ns.most_common(_WORST):
