@@ -69,7 +69,6 @@ def agree(
     """Raises MismatchError on every rank if their statements differ; collective.
 
     Args:
-        mine: the statements of this rank.
         is_same: whether all ranks have the same text.
         gather: every rank's text under a key, by rank; called only where they differ.
     """

@@ -73,11 +73,7 @@ class ExchangeTask:
 
 
 class Exchanges(Failures):
-    """Exchanges of one group, in the order in which a script begins them, the same on all ranks.
-
-    Args:
-        group: of Gloo. Its messages are used here alone.
-    """
+    """Exchanges of a group of Gloo, in the order in which a script begins them on all ranks."""
 
     def __init__(self, group: Group) -> None:
         super().__init__(group)

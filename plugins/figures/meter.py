@@ -36,16 +36,13 @@ class Meter:
 
     Shares and means leave out the warm-up, and begin anew where rounds go another way: what was
     before is no picture of the others.
-
-    Args:
-        parameters: how many there are.
-        busy_ns: for how long something has been on the wire.
     """
 
     def __init__(
         self, observers: Observers, parameters: int, busy_ns: Callable[[], int] = lambda: 0
     ) -> None:
         self._observers = observers
+        #: for how long something has been on the wire
         self._busy_ns = busy_ns
         self._parameters = parameters
         #: of the plan, once there is one
@@ -125,11 +122,7 @@ class Meter:
         self._step_ns = perf_counter_ns()
 
     def stepped(self, crossing_bytes: int, whole_because: str = "") -> None:
-        """An optimizer was stepped while ``crossing_bytes`` of its gradients were outstanding.
-
-        Args:
-            whole_because: why it updated everything at once, if it had to.
-        """
+        """An optimizer was stepped with ``crossing_bytes`` of gradients outstanding, or whole."""
         self._steps += 1
         self._crossed_steps += crossing_bytes > 0
         if not self.is_measuring:
@@ -188,13 +181,7 @@ class Meter:
         return perf_counter_ns()
 
     def waited(self, by: str, began_ns: int) -> int:
-        """The user's thread has waited since ``began_ns``: returns for how long, in ns.
-
-        Something was on the wire all the time.
-
-        Args:
-            by: what made it wait.
-        """
+        """``by`` has made the user's thread wait for the wire; returns for how long, in ns."""
         now_ns = perf_counter_ns()
         waited_ns = now_ns - began_ns
         self._wait_ns[by] += waited_ns

@@ -25,11 +25,9 @@ log = logging.getLogger("bytesched")
 
 
 class Elastic:
-    """What is wrapped while there may be no session.
+    """An optimizer and its model, wrapped while there may be no session.
 
     Args:
-        optimizer: the optimizer.
-        root: the model.
         begin: a session for both, or None if these ranks have no use for one; collective.
     """
 

@@ -39,9 +39,7 @@ class Operations:
     """What one session, or what comes before it, announces to Horovod.
 
     Args:
-        process_set: the ranks.
         name: in front of that of each operation, the same on all ranks, unique in this job.
-        timeout_s: of every wait.
     """
 
     def __init__(self, process_set: hvd.ProcessSet, *, name: str, timeout_s: float) -> None:
@@ -55,11 +53,7 @@ class Operations:
     def allreduce(
         self, tensor: Tensor, key: str, op: int, scale: tuple[float, float] = (1.0, 1.0)
     ) -> int:
-        """Announces ``tensor``, in place, under ``key``; returns the handle.
-
-        Args:
-            scale: factors in front of the reduction and behind it.
-        """
+        """Announces ``tensor``, scaled before and after the sum, in place; returns the handle."""
         self.held.hold(tensor)
         try:
             handle: int = hvd.allreduce_async_(

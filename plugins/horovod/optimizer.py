@@ -53,10 +53,7 @@ _BUCKET_BYTES: Final = 1 << 20
 def ScheduledOptimizer(
     optimizer: torch.optim.Optimizer, model: nn.Module, **fields: Any
 ) -> torch.optim.Optimizer:
-    """ByteScheduler's name for :func:`bytesched.wrap` of an optimizer of Horovod's.
-
-    Raises `PluginError` for another one.
-    """
+    """ByteScheduler's name for `bytesched.wrap` of an optimizer of Horovod's, and no other."""
     if not hasattr(optimizer, "_allreduce_grad_async"):
         raise PluginError(
             f"{type(optimizer).__name__} was not made by hvd.DistributedOptimizer: "
@@ -75,10 +72,7 @@ def ScheduledOptimizer(
 
 
 def why_plain(optimizer: torch.optim.Optimizer, model: nn.Module, config: Config) -> str:
-    """Why gradients of ``optimizer`` cannot be scheduled at all; empty if they can.
-
-    The same on all ranks of the process set.
-    """
+    """Why no gradients of ``optimizer`` can be scheduled, on any rank of it; empty if some can."""
     if not hvd.is_initialized():
         raise PluginError("Horovod is not initialized: call hvd.init() first")
     shell: Any = optimizer
@@ -140,11 +134,7 @@ def updating_class(optimizer: torch.optim.Optimizer) -> type[torch.optim.Optimiz
 def attach(
     optimizer: torch.optim.Optimizer, model: nn.Module, config: Config, entry: Entry
 ) -> HookedSession:
-    """A session for ``optimizer``; collective over its process set.
-
-    Args:
-        entry: what the ranks go through together.
-    """
+    """A session for ``optimizer``; collective over its process set, whose ranks go by ``entry``."""
     shell: Any = optimizer
     if config.compression == "none":
         config = replace(config, compression=_COMPRESSIONS[shell._compression])

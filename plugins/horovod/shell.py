@@ -28,9 +28,7 @@ class Shell:
     """Stands in for four methods of one optimizer, on the instance; the class stays as it is.
 
     Args:
-        optimizer: the optimizer.
         session: what reduces ``slots``. Other parameters stay with Horovod.
-        wire: what the session reduces with.
         kind: the class beneath Horovod's.
     """
 

@@ -87,11 +87,7 @@ class MomentSlot(Slot):
 
 
 def stand_in(name: str, parameter: nn.Parameter, known: torch.Tensor | None) -> torch.Tensor:
-    """A gradient of ``parameter``, without memory, of which any read raises `PluginError`.
-
-    Args:
-        known: one that was made before, which is returned if it is one still.
-    """
+    """A gradient without memory, any read of which raises `PluginError`; ``known``, if it is."""
     if type(known) is PendingGrad:
         return known
     # What reads it from C++ cannot be refused.

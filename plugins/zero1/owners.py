@@ -127,10 +127,7 @@ class Owners:
     # -- gradients ---------------------------------------------------------------------
 
     def forward_begins(self) -> None:
-        """A forward pass begins in which DDP waits for all ranks.
-
-        One that asks for a state is answered before that.
-        """
+        """A forward pass begins in which DDP waits for all: who asks for a state is answered."""
         self._agreement.say(Kind.FORWARD)
 
     def round_begins(self) -> None:
@@ -199,13 +196,7 @@ class Owners:
     # -- steps -------------------------------------------------------------------------
 
     def steps(self, optimizer: int, names: Sequence[str], members: Sequence[Member]) -> None:
-        """Returns when the sums that a step takes are with their owners.
-
-        Args:
-            optimizer: its number.
-            names: of the parameters that it steps over.
-            members: their gradients, as far as they are outstanding.
-        """
+        """Returns when the sums of ``members``, which a step takes, are with their owners."""
         self._refuse_half_a_step()
         began = self._meter.moment()
         self._agreement.steps += 1

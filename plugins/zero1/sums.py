@@ -127,11 +127,7 @@ def _append(ranges: list[tuple[int, int]], start: int, stop: int) -> None:
 
 
 class Row(Sent):
-    """New values of some parameters: from each rank those that it owns; the same in each step.
-
-    Args:
-        slots: of these parameters, all of one type.
-    """
+    """New values of some parameters of one type: from each rank what it owns; as in each step."""
 
     __slots__ = ("_came", "_left", "_shares", "nbytes", "slots")
 
