@@ -177,7 +177,9 @@ class Folding:
         is_guarded = isinstance(state, GuardedState)
         slot.adopt(state.raw(slot.parameter) if is_guarded else state[slot.parameter])
         first, second, _, _ = self._factors[id(slot.parameter)]
-        slot.begin(first * self._mean_factor, second * self._mean_factor)
+        slot.mean.mul_(first * self._mean_factor)
+        slot.square.mul_(second * self._mean_factor)
+        slot.awaits = None
 
     def _begin_batch(self) -> None:
         self._failures.check()

@@ -59,12 +59,6 @@ class MomentSlot(Slot):
         entry.setdefault("step", torch.zeros((), dtype=torch.float32))
         self.show(entry)
 
-    def begin(self, mean_factor: float, square_factor: float) -> None:
-        """The first gradient of a mini-batch is about to be folded."""
-        self.mean.mul_(mean_factor)
-        self.square.mul_(square_factor)
-        self.awaits = None
-
     def fold(self, gradient: torch.Tensor, mean_factor: float, square_factor: float) -> None:
         """Adds ``gradient`` and its square, times these."""
         self.mean.add_(gradient, alpha=mean_factor)
