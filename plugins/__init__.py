@@ -190,7 +190,7 @@ def _decline(optimizer: Any, model: Any, groups: Any, error: BytesschedError) ->
         return
     try:
         if _is_horovods(optimizer):
-            from .horovod.optimizer import decline as decline_over_horovod
+            from .horovod.entry import decline as decline_over_horovod
 
             decline_over_horovod(optimizer, in_one_line(error))
             return

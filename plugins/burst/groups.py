@@ -16,6 +16,7 @@ from bytesched.config import Config
 from bytesched.errors import PluginError, TransportError
 from bytesched.observe import Observer, Observers
 
+from ..agree import statements
 from ..c10d.joining import BUCKET_BYTES, Joining
 from ..planned.beginning import add_optimizer, why_whole
 from ..planned.bundles import Slot
@@ -25,7 +26,6 @@ from ..planned.wire import GroupWire
 from ..routes.groups.group import Group
 from ..routes.groups.opening import open_gloo
 from ..routes.groups.store import await_keys
-from ..warmup.agree import statements
 
 
 class GuardedStore(distributed_c10d.Store):

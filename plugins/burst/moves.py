@@ -19,7 +19,7 @@ from torch import Tensor
 from bytesched.burst.cost import Place
 from bytesched.observe import Observers
 
-from ..dependency.failures import Progress
+from ..failures import Progress
 from ..routes.groups.group import Group
 from ..routes.groups.messages import Messages, Waiter
 

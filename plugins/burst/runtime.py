@@ -20,11 +20,11 @@ from bytesched.config import Config, warn_of_unused
 from bytesched.errors import PluginError, SchedulerClosed
 from bytesched.log import show
 
+from ..agree import settings
 from ..c10d.joining import joining
 from ..ending import at_exit, died_of, make_exit_fail, not_at_exit
 from ..planned.hooked_session import HookedSession
 from ..routes.groups.opening import store_of
-from ..warmup.agree import settings
 from .background import Background
 from .groups import made_on_all_ranks, open_session, shared_observers
 from .moves import Moves, samples_at

@@ -9,8 +9,8 @@ from typing import Final
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from ..agree import disagreement
 from ..routes.groups.opening import store_of
-from ..warmup.agree import disagreement
 from .entry import Entry
 
 __all__ = ["Announcement"]

@@ -18,8 +18,8 @@ from torch.distributed import distributed_c10d
 
 from bytesched.errors import MismatchError, SchedulerTimeout, in_one_line
 
+from ..agree import disagreement
 from ..routes.groups.opening import store_of
-from ..warmup.agree import disagreement
 
 __all__ = ["Entry"]
 

@@ -10,11 +10,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bytesched.config import Config
 
+from ..agree import statements
 from ..moments.folding import Accumulation, folding_statements
 from ..moments.session import FoldedSession
 from ..moments.slots import MomentSlot
 from ..planned.beginning import slots_of
-from ..warmup.agree import statements
 from .buffers import broadcasts_buffers
 from .entry import Entry
 from .hooked import refuse_part_of_ddp

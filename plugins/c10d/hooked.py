@@ -18,13 +18,13 @@ from torch.nn.parallel import DistributedDataParallel
 from bytesched.config import Config
 from bytesched.errors import PluginError
 
+from ..agree import statements
 from ..planned.beginning import slots_of
 from ..planned.bundles import Slot
 from ..planned.hooked_session import HookedSession
 from ..planned.reducer import is_joining
 from ..planned.wire import GroupWire, LoneWire, Summing
 from ..routes.groups.group import Group
-from ..warmup.agree import statements
 from .buffers import broadcasts_buffers
 from .entry import Entry
 from .grouping import (

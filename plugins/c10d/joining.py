@@ -19,13 +19,13 @@ from bytesched.grid import why_not
 from bytesched.observe import Observers
 from bytesched.trace.timeline import observers_of
 
+from ..agree import agree
 from ..planned.bundles import Slot
 from ..planned.terms import Terms, setting_of
 from ..planned.wire import GroupWire
 from ..routes.groups.group import Group
 from ..routes.groups.opening import closed_on_error, kind_of, open_group
 from ..routes.levels import TwoLevelSums, open_levels
-from ..warmup.agree import agree
 from .entry import Entry
 
 __all__ = ["BUCKET_BYTES", "Carriers", "Joining", "broadcast", "carriers", "joining"]

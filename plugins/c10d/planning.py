@@ -14,13 +14,13 @@ from torch.nn.parallel import DistributedDataParallel
 from bytesched.config import Config
 from bytesched.errors import PluginError
 
+from ..agree import statements
 from ..planned.beginning import slots_of
 from ..planned.bundles import Slot
 from ..planned.cutting import cut_whole
 from ..planned.ddp_session import DdpSession
 from ..planned.reducer import reduced_by, why_not_renewed
 from ..routes.groups.opening import kind_of
-from ..warmup.agree import statements
 from ..zero1.updates import sharding
 from .buffers import BufferBroadcast
 from .entry import Entry

@@ -60,10 +60,6 @@ class Form:
             records=torch.is_grad_enabled(),
         )
 
-    def row(self) -> list[int]:
-        """As numbers."""
-        return [int(value) for value in astuple(self)]
-
     def __str__(self) -> str:
         dtype = str(_DTYPES[self.dtype]) if self.dtype >= 0 else "no floating-point matrix"
         gradient = "with gradient" if self.needs_gradient else "without gradient"
@@ -85,7 +81,7 @@ class Table:
     @staticmethod
     def row(form: Form, counts: Sequence[int], longest: int) -> list[int]:
         """What a rank gives, of one length on all of them: room for ``longest`` counts."""
-        return [*form.row(), len(counts), *counts, *[0] * (longest - len(counts))]
+        return [*map(int, astuple(form)), len(counts), *counts, *[0] * (longest - len(counts))]
 
     @staticmethod
     def read(rows: Sequence[Sequence[int]]) -> Table:
@@ -104,11 +100,12 @@ class Table:
                     f"rank {rank} of the exchange has rows and counts that do not fit "
                     f"({form}; counts {list(self.counts[rank])}): nothing was sent"
                 )
-            if form != self.forms[0] or len(self.counts[rank]) != len(self.counts[0]):
+            first, other = len(self.counts[0]), len(self.counts[rank])
+            if form != self.forms[0] or first != other:
+                lengths = "" if first == other else f", and {other} counts in place of {first}"
                 raise MismatchError(
                     f"the ranks of the exchange disagree: rank 0 has {self.forms[0]}, "
-                    f"rank {rank} has {form}"
-                    f"{self._lengths(rank)}: nothing was sent"
+                    f"rank {rank} has {form}{lengths}: nothing was sent"
                 )
 
         if self.trains and (without := [r for r, f in enumerate(self.forms) if not f.records]):
@@ -121,10 +118,6 @@ class Table:
     def trains(self) -> bool:
         """Whether gradients of rows are needed on some rank."""
         return any(form.trains for form in self.forms)
-
-    def _lengths(self, rank: int) -> str:
-        first, other = len(self.counts[0]), len(self.counts[rank])
-        return "" if first == other else f", and {other} counts in place of {first}"
 
     def check_sizes(self) -> None:
         """Raises MismatchError if a rank awaits other sizes than are sent.

@@ -20,6 +20,7 @@ from torch import Tensor
 from bytesched import urgency
 from bytesched.errors import SchedulerClosed
 
+from ..failures import Failures
 from ..routes.groups.group import Group
 from ..routes.groups.messages import Messages, Waiter
 
@@ -61,21 +62,24 @@ class ExchangeTask:
     def __post_init__(self) -> None:
         self.nbytes = max(sum(part.nbytes for part in rows) for rows in (self.sent, self.rows))
 
+    def end(self, error: BaseException | None = None) -> None:
+        """Nothing of it is under way."""
+        if self.section is not None:
+            self.section.end()
+        # What remembers the task must not keep its memory.
+        self.sent = self.rows = ()
+        self.error = error
+        self.ended.set()
 
-class Exchanges:
-    """Exchanges of one group, in the order in which a script begins them, the same on all ranks.
 
-    Args:
-        group: of Gloo. Its messages are used here alone.
-    """
+class Exchanges(Failures):
+    """Exchanges of a group of Gloo, in the order in which a script begins them on all ranks."""
 
     def __init__(self, group: Group) -> None:
+        super().__init__(group)
         self._group = group
         self._messages = Messages(group)
-        self._waiter = Waiter(self._messages, "bytesched-exchange", self._fail)
-        #: guards all of the following
-        self._lock = threading.RLock()
-        self._error: BaseException | None = None
+        self._waiter = Waiter(self._messages, "bytesched-exchange", self.fail)
         #: exchanges that have not ended; those of them that have not started
         self._open: set[ExchangeTask] = set()
         self._waiting: deque[ExchangeTask] = deque()
@@ -92,12 +96,12 @@ class Exchanges:
 
         Raises an error of ours, of an earlier exchange.
         """
-        with self._lock:
+        with self.lock:
             task = ExchangeTask(name, self._begun % _NUMBERS, sent, rows, section)
             self._begun += 1
-            if self._error is not None:
-                self._end(task)
-                raise self._error
+            if self.error is not None:
+                task.end(self.error)
+                raise self.error
             self._open.add(task)
             self._waiting.append(task)
             self._start_next()
@@ -108,20 +112,21 @@ class Exchanges:
         deadline_s = monotonic() + self._group.timeout_s
         while not task.ended.wait(_LOOK_S):
             if (lost := self._messages.lost()) is not None:
-                self._fail(lost)
+                self.fail(lost)
             if monotonic() > deadline_s:
-                self._fail(self._group.error(RuntimeError("Timed out waiting"), task=task.name))
+                self.fail(self._group.error(RuntimeError("Timed out waiting"), task=task.name))
         if task.error is not None:
             raise task.error
 
     def close(self) -> None:
         """Ends the thread; what is under way fails. Idempotent."""
         self._waiter.stop()
-        with self._lock:
+        with self.lock:
             if self._open:
                 self._group.abort()
             # What fails from here on is not handled any more: nobody else ends it.
-            self._fail(SchedulerClosed("these exchanges are closed"))
+            self.error = self.error or SchedulerClosed("these exchanges are closed")
+            self._failed()
 
     # -- with the lock -----------------------------------------------------------------
 
@@ -131,7 +136,7 @@ class Exchanges:
             try:
                 works = self._issued(task)
             except BaseException as error:
-                self._fail(error)
+                self.fail(error)
                 if not isinstance(error, Exception):
                     raise
                 # It is raised where the exchange is awaited.
@@ -142,49 +147,32 @@ class Exchanges:
     def _issued(self, task: ExchangeTask) -> list[tuple[Any, int]]:
         """The messages of ``task``: first what it receives."""
         group, mine = self._group, self._group.rank
-        rows, sent = task.rows, task.sent
         # Each rank's neighbours first, so that not all send to one.
         others = [(mine + distance) % group.size for distance in range(1, group.size)]
         works: list[tuple[Any, int]] = []
         try:
-            for peer in reversed(others):
-                if rows[peer].numel():
-                    tag = _tag(task.index, rows[peer].nbytes)
-                    works.append((group.receive(rows[peer], peer, tag), peer))
-            for peer in others:
-                if sent[peer].numel():
-                    tag = _tag(task.index, sent[peer].nbytes)
-                    works.append((group.send(sent[peer], peer, tag), peer))
+            for begin, parts, peers in (
+                (group.receive, task.rows, others[::-1]),
+                (group.send, task.sent, others),
+            ):
+                for peer in peers:
+                    if parts[peer].numel():
+                        tag = _tag(task.index, parts[peer].nbytes)
+                        works.append((begin(parts[peer], peer, tag), peer))
         except RuntimeError as error:
             raise group.error(error, task=task.name) from error
-        rows[mine].copy_(sent[mine])
+        task.rows[mine].copy_(task.sent[mine])
         return works
 
     def _ended(self, task: ExchangeTask) -> None:
         """The messages of ``task`` have come. The waiter's thread, which has not the lock yet."""
-        with self._lock:
+        with self.lock:
             self._started_bytes -= task.nbytes
-            self._end(task)
+            self._open.discard(task)
+            task.end(task.error)
             self._start_next()
 
-    def _fail(self, error: BaseException) -> None:
-        with self._lock:
-            if self._error is None:
-                self._error = error
-                if not isinstance(error, SchedulerClosed):
-                    self._group.abort()
-            self._waiting.clear()
-            for task in tuple(self._open):
-                task.error = self._error
-                self._end(task)
-
-    def _end(self, task: ExchangeTask) -> None:
-        self._open.discard(task)
-        if task.section is not None:
-            task.section.end()
-        # What remembers the task must not keep its memory.
-        task.sent = task.rows = ()
-        task.ended.set()
-
-    def __repr__(self) -> str:
-        return f"<Exchanges {self._begun} begun, {len(self._open)} open>"
+    def _failed(self) -> None:
+        self._waiting.clear()
+        while self._open:
+            self._open.pop().end(self.error)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from bytesched import urgency
 from bytesched.config import Config
-from bytesched.errors import MismatchError, PluginError, TransportError, in_one_line
+from bytesched.errors import MismatchError, PluginError, in_one_line
 
 from ..ending import end_when_gone
 from ..routes.groups.group import Group
@@ -53,6 +53,10 @@ class Layers:
     made: int = 0
     #: room for what a rank tells the others
     most_counts: int = 0
+    #: how often its peers were opened, those in use, and what closes them when the group is gone
+    opened: int = 0
+    peers: Peers | None = None
+    end: Any = None
 
 
 class Peers:
@@ -148,7 +152,7 @@ class Peers:
         mine = torch.tensor(numbers, dtype=torch.int64, device=device)
         rows = [torch.empty_like(mine) for _ in range(self.size)]
         with urgency.urgent("exchange counts") if is_urgent else nullcontext():
-            work = self._issue("exchange counts", self._group.backend.allgather, [rows], [mine])
+            work = self._called("exchange counts", self._group.backend.allgather, [rows], [mine])
             self.complete(work, "exchange counts")
         return [row.tolist() for row in rows]
 
@@ -159,7 +163,7 @@ class Peers:
         """
         name = f"{what} over ranks {', '.join(map(str, self._group.members))}"
         real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-        self.complete(self._issue(name, self._group.all_reduce, real), name)
+        self.complete(self._called(name, self._group.all_reduce, real), name)
 
     def start(
         self, x: Tensor, send: list[int], receive: list[int], name: str, *, is_urgent: bool
@@ -177,7 +181,7 @@ class Peers:
                 parts = sent.data.split(send), rows.data.split(receive)
                 task = self._exchanges.begin(name, *parts, section)
                 return Transfer(rows, partial(self._exchanges.wait, task))
-            work = self._issue(name, self._group.backend.alltoall_base, rows, sent, receive, send)
+            work = self._called(name, self._group.backend.alltoall_base, rows, sent, receive, send)
             # What is computed meanwhile does not wait: the section ends with the transfer.
             if section is not None:
                 work.get_future().add_done_callback(lambda _: section.end())
@@ -190,10 +194,7 @@ class Peers:
 
     def complete(self, work: Any, name: str, *_sent: Tensor) -> None:
         """Waits for ``work``; an error ends the exchange on the other ranks as well."""
-        try:
-            self._group.complete(work)
-        except RuntimeError as error:
-            raise self._failed(error, name) from error
+        self._called(name, self._group.complete, work)
 
     def close(self) -> None:
         """Ends threads and connections."""
@@ -206,28 +207,16 @@ class Peers:
         """Whether an error has ended it."""
         return self._group.is_aborted
 
-    def _issue(self, name: str, collective: Any, *arguments: Any) -> Any:
+    def _called(self, name: str, call: Any, *arguments: Any) -> Any:
         try:
-            return collective(*arguments)
+            return call(*arguments)
         except RuntimeError as error:
-            raise self._failed(error, name) from error
-
-    def _failed(self, cause: RuntimeError, name: str) -> TransportError:
-        error = self._group.error(cause, task=name)
-        self._group.abort()
-        return error
-
-    def __repr__(self) -> str:
-        return f"<Peers rank {self.rank} of {self.size}>"
+            failed = self._group.error(error, task=name)
+            self._group.abort()
+            raise failed from error
 
 
-_PEERS: weakref.WeakKeyDictionary[dist.ProcessGroup, Peers] = weakref.WeakKeyDictionary()
-_OPENED: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 _LAYERS: weakref.WeakKeyDictionary[dist.ProcessGroup, Layers] = weakref.WeakKeyDictionary()
-#: what closes the peers of a group when it is gone
-_ENDS: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.finalize[..., Any]] = (
-    weakref.WeakKeyDictionary()
-)
 
 
 def peers_of(group: dist.ProcessGroup | None) -> Peers | None:
@@ -242,32 +231,32 @@ def peers_of(group: dist.ProcessGroup | None) -> Peers | None:
         raise PluginError("this rank is not in the group whose ranks are to exchange rows")
     if base is None or base.size() == 1:
         return None
-    peers = _PEERS.get(base)
-    if peers is None or peers.is_broken:
-        if peers is not None:
-            _ENDS.pop(base).detach()
-            peers.close()
-        number = _OPENED[base] = _OPENED.get(base, 0) + 1
-        device = torch.device("cpu")
-        kind = "gloo"
-        if torch.cuda.is_available() and dist.get_backend(base) != "gloo":
-            device = torch.device("cuda", torch.cuda.current_device())
-            kind = kind_of(base, device)
-        opened = open_group(
-            base, kind, name=f"exchange{number}/rows", timeout_s=Config.load().timeout_s
-        )
-        opened.members = dist.get_process_group_ranks(base)
-        opened.notes.rank = opened.members[opened.rank]
-        peers = _PEERS[base] = Peers(opened, _LAYERS.setdefault(base, Layers()))
-        _ENDS[base] = end_when_gone(base, peers.close)
-        if multiprocessing.parent_process() is not None:
-            # Children of multiprocessing end without the functions of atexit.
-            Finalize(None, _close_all, exitpriority=999)
+    layers = _LAYERS.setdefault(base, Layers())
+    if layers.peers is not None and not layers.peers.is_broken:
+        return layers.peers
+    if layers.peers is not None:
+        layers.end.detach()
+        layers.peers.close()
+    layers.opened += 1
+    device, kind = torch.device("cpu"), "gloo"
+    if torch.cuda.is_available() and dist.get_backend(base) != "gloo":
+        device = torch.device("cuda", torch.cuda.current_device())
+        kind = kind_of(base, device)
+    name = f"exchange{layers.opened}/rows"
+    opened = open_group(base, kind, name=name, timeout_s=Config.load().timeout_s)
+    opened.members = dist.get_process_group_ranks(base)
+    opened.notes.rank = opened.members[opened.rank]
+    peers = layers.peers = Peers(opened, layers)
+    layers.end = end_when_gone(base, peers.close)
+    if multiprocessing.parent_process() is not None:
+        # Children of multiprocessing end without the functions of atexit.
+        Finalize(None, _close_all, exitpriority=999)
     return peers
 
 
 @atexit.register
 def _close_all() -> None:
     # Gloo's threads must end before the interpreter does.
-    for peers in list(_PEERS.values()):
-        peers.close()
+    for layers in list(_LAYERS.values()):
+        if layers.peers is not None:
+            layers.peers.close()

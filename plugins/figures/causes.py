@@ -49,11 +49,7 @@ class _Cause:
 
 
 class Causes:
-    """The lines of a script that read gradients in front of ``step()``, of its first steps.
-
-    Args:
-        count: how many gradients there are.
-    """
+    """The lines of a script that read any of ``count`` gradients in front of its first steps."""
 
     def __init__(self, count: int) -> None:
         self._count = count

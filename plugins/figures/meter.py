@@ -6,7 +6,6 @@ import logging
 from collections import Counter
 from collections.abc import Callable
 from time import perf_counter_ns
-from typing import NamedTuple
 
 from bytesched.observe import Observers
 from bytesched.tunable import Setting
@@ -32,34 +31,23 @@ _ARRIVED = "the rest had arrived before step()"
 log = logging.getLogger("bytesched")
 
 
-class Moment(NamedTuple):
-    """When the training thread began to wait."""
-
-    at_ns: int
-    #: for how long something had been on the wire by then
-    busy_ns: int
-
-
 class Meter:
     """Counts and times; every method costs a clock reading and a few additions.
 
     Shares and means leave out the warm-up, and begin anew where rounds go another way: what was
     before is no picture of the others.
-
-    Args:
-        parameters: how many there are.
-        busy_ns: for how long something has been on the wire.
     """
 
     def __init__(
         self, observers: Observers, parameters: int, busy_ns: Callable[[], int] = lambda: 0
     ) -> None:
         self._observers = observers
+        #: for how long something has been on the wire
         self._busy_ns = busy_ns
         self._parameters = parameters
         #: of the plan, once there is one
         self._nbytes = self._chunks = 0
-        self._partition_bytes = self._credit_bytes = 0
+        self._setting: Setting
         self._forward_ns = self._backward_ns = self._step_ns = 0
         self._crossed_steps = 0
         #: why every step updates everything at once, where that is known from the start
@@ -82,9 +70,8 @@ class Meter:
         self._iterations = self._measured_steps = 0
         self._whole_steps: Counter[str] = Counter()
         self._crossed_bytes = 0
-        #: by what made the training thread wait, and how much of that something was on the wire
+        #: by what made the training thread wait for what was on the wire
         self._wait_ns: Counter[str] = Counter()
-        self._exposed_ns = 0
         self._update_ns = 0
         #: what reads gradients in front of ``step()``
         self.causes = Causes(self._parameters)
@@ -98,8 +85,7 @@ class Meter:
     def changed(self, chunks: int, setting: Setting) -> None:
         """There are other sizes from now on."""
         self._chunks = chunks
-        self._partition_bytes = setting.partition_bytes
-        self._credit_bytes = setting.credit_bytes
+        self._setting = setting
 
     def forward_begins(self) -> None:
         """The model is called."""
@@ -136,11 +122,7 @@ class Meter:
         self._step_ns = perf_counter_ns()
 
     def stepped(self, crossing_bytes: int, whole_because: str = "") -> None:
-        """An optimizer was stepped while ``crossing_bytes`` of its gradients were outstanding.
-
-        Args:
-            whole_because: why it updated everything at once, if it had to.
-        """
+        """An optimizer was stepped with ``crossing_bytes`` of gradients outstanding, or whole."""
         self._steps += 1
         self._crossed_steps += crossing_bytes > 0
         if not self.is_measuring:
@@ -172,7 +154,7 @@ class Meter:
     def _overlap(self) -> float:
         """The share of that in which the training thread did not wait."""
         comm_ns = self._comm_ns
-        return max(0.0, 1 - self._exposed_ns / comm_ns) if comm_ns else 0.0
+        return max(0.0, 1 - self._wait_ns.total() / comm_ns) if comm_ns else 0.0
 
     def _reason(self) -> str:
         """Why little crossed the barrier; empty if much did."""
@@ -194,24 +176,17 @@ class Meter:
             self._observers.on_span("step", "optimizer.step", self._step_ns, now_ns)
             self._observers.on_step(self._steps, now_ns)
 
-    def moment(self) -> Moment:
-        """Now, when the user's thread begins to wait."""
-        return Moment(perf_counter_ns(), self._busy_ns())
+    def moment(self) -> int:
+        """Now, in ns, when the user's thread begins to wait."""
+        return perf_counter_ns()
 
-    def waited(self, by: str, began: Moment, *, is_exposed: bool = False) -> int:
-        """The user's thread has waited since ``began``: returns for how long, in ns.
-
-        Args:
-            by: what made it wait.
-            is_exposed: something was on the wire all the time.
-        """
+    def waited(self, by: str, began_ns: int) -> int:
+        """``by`` has made the user's thread wait for the wire; returns for how long, in ns."""
         now_ns = perf_counter_ns()
-        waited_ns = now_ns - began.at_ns
+        waited_ns = now_ns - began_ns
         self._wait_ns[by] += waited_ns
-        busy_ns = waited_ns if is_exposed else self._busy_ns() - began.busy_ns
-        self._exposed_ns += min(waited_ns, busy_ns)
         if self._observers.are_any:
-            self._observers.on_span("wait", by, began.at_ns, now_ns)
+            self._observers.on_span("wait", by, began_ns, now_ns)
         return waited_ns
 
     def updated(self, name: str, bundles: int, began_ns: int) -> None:
@@ -231,13 +206,13 @@ class Meter:
             "barrier_crossed_steps": self._crossed_steps,
             "barrier_crossed_pct": 100 * self._crossed,
             "reason": self._reason(),
-            "exposed_comm_ms": self._exposed_ns / _MS / iterations,
+            "exposed_comm_ms": self._wait_ns.total() / _MS / iterations,
             "comm_ms": self._comm_ns / _MS / iterations,
             "overlap_pct": 100 * self._overlap,
             "bytes_per_step": self._nbytes,
             "chunks": self._chunks,
-            "partition_bytes": self._partition_bytes,
-            "credit_bytes": self._credit_bytes,
+            "partition_bytes": self._setting.partition_bytes,
+            "credit_bytes": self._setting.credit_bytes,
             "update_ms": self._update_ns / _MS / iterations,
         }
         for name, ns in self._wait_ns.most_common(_WORST):

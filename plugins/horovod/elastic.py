@@ -21,17 +21,13 @@ from bytesched.errors import in_one_line
 
 from ..planned.hooked_session import HookedSession
 
-__all__ = ["Elastic"]
-
 log = logging.getLogger("bytesched")
 
 
 class Elastic:
-    """What is wrapped while there may be no session.
+    """An optimizer and its model, wrapped while there may be no session.
 
     Args:
-        optimizer: the optimizer.
-        root: the model.
         begin: a session for both, or None if these ranks have no use for one; collective.
     """
 
@@ -155,6 +151,3 @@ class Elastic:
         if self._session is not None:
             self._session.close(release_parameters=release_parameters)
             self._session = None
-
-    def __repr__(self) -> str:
-        return f"<elastic, {self._session!r}>"

@@ -17,8 +17,6 @@ from bytesched.errors import PluginError
 
 from ..planned.hooked_session import HookedSession
 
-__all__ = ["watch_endings"]
-
 log = logging.getLogger("bytesched")
 
 #: what Horovod gets, at most, to end after a failure
@@ -41,31 +39,27 @@ class _Watch:
     """Stands in front of Horovod's shutdown while a session is open, and after one has failed."""
 
     def __init__(self) -> None:
-        self._sessions: list[HookedSession] = []
-        #: of these, those whose ranks agree on sizes from time to time
-        self._tuned: set[HookedSession] = set()
+        #: of each, whether its ranks agree on sizes from time to time
+        self._tunes: dict[HookedSession, bool] = {}
         self._failed = False
         self._ending_s = _ENDING_S
 
     def add(self, session: HookedSession, timeout_s: float, *, tunes: bool) -> None:
-        self._sessions.append(session)
-        if tunes:
-            self._tuned.add(session)
+        self._tunes[session] = tunes
         self._ending_s = min(timeout_s, _ENDING_S)
         for call, original in _originals.items():
             ending = self._join if call == _JOIN else self._shut_down
             setattr(*call, partial(ending, original))
 
     def remove(self, session: HookedSession) -> None:
-        self._sessions.remove(session)
-        self._tuned.discard(session)
+        del self._tunes[session]
         self._failed = self._failed or session.error is not None
-        if not self._sessions and not self._failed:
-            for (owner, name), original in _originals.items():
-                setattr(owner, name, original)
+        if not self._tunes and not self._failed:
+            for call, original in _originals.items():
+                setattr(*call, original)
 
     def _join(self, original: Callable[..., Any], *args: Any) -> Any:
-        for session in self._tuned:
+        for session in [session for session, tunes in self._tunes.items() if tunes]:
             # Decisions come after so many steps, and a rank that has joined counts none.
             error = PluginError(
                 "hvd.join() with tune on: the ranks would no longer agree on when sizes change. "
@@ -73,7 +67,7 @@ class _Watch:
             )
             session.fail(error)
             raise error
-        for session in self._sessions:
+        for session in self._tunes:
             # What failed, and was said to have, does not keep the others waiting for this rank.
             if session.error is None or session.unseen_error is not None:
                 session.flush()
@@ -82,14 +76,14 @@ class _Watch:
         return original(*args)
 
     def _shut_down(self, original: Callable[[], Any]) -> Any:
-        for session in self._sessions:
+        for session in self._tunes:
             try:
                 if session.error is None:
                     session.flush()
             except Exception:
                 # Reading a parameter that lacks its update raises it again.
                 log.exception("the last step could not be applied before hvd.shutdown()")
-        failed = self._failed or any(session.error is not None for session in self._sessions)
+        failed = self._failed or any(session.error is not None for session in self._tunes)
         # Elastic Horovod goes on after a failure, and has limits of its own.
         limited = failed and not is_horovod_elastic()
         with _limited(self._ending_s) if limited else contextlib.nullcontext():

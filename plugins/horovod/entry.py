@@ -10,7 +10,6 @@ import hashlib
 import itertools
 import json
 import time
-from types import TracebackType
 from typing import Any, Final
 
 import horovod.torch as hvd
@@ -20,10 +19,8 @@ from bytesched.config import Config
 from bytesched.environment import is_horovod_elastic
 from bytesched.errors import MismatchError, TransportError, in_one_line
 
-from ..warmup.agree import disagreement
+from ..agree import disagreement
 from .operations import Operations
-
-__all__ = ["Announcement", "Entry", "decline"]
 
 #: for an answer that all ranks have made possible already
 _PATIENCE_S: Final = 10.0
@@ -83,12 +80,7 @@ class Entry:
     def __enter__(self) -> Entry:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if error is not None and not isinstance(error, (MismatchError, TransportError)):
             self.decline(in_one_line(error))
 

@@ -20,10 +20,8 @@ from ..ending import end_soon, is_at_the_end
 from ..planned.clocks import PROBE
 from ..planned.source import Source
 from ..planned.wire import HOST
-from ..warmup.probing import BEFORE_PROBES
-from .operations import HorovodTimeout, Operations
-
-__all__ = ["HorovodWire"]
+from ..routes.probing import BEFORE_PROBES
+from .operations import Operations
 
 log = logging.getLogger("bytesched")
 
@@ -165,10 +163,6 @@ class HorovodWire:
         self.operations.wait(handle, task="comparing clocks")
 
     # -- the end -----------------------------------------------------------------------
-
-    def timeout(self, message: str) -> HorovodTimeout:
-        """The error of a wait that outlived its deadline."""
-        return HorovodTimeout(message, rank=self.rank)
 
     def leave_note(self, text: str) -> None:
         log.error("rank %d gives up: %s", self.rank, text)

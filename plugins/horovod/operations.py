@@ -13,8 +13,6 @@ from torch import Tensor
 
 from bytesched.errors import PeerLost, SchedulerTimeout, TransportError
 
-__all__ = ["Held", "HorovodFailed", "HorovodPeerLost", "HorovodTimeout", "Operations"]
-
 #: between two looks at an operation that the user's thread waits for; each nap is so much longer
 #: than the one before, so that one that takes a millisecond is not found half a millisecond late
 _SHORTEST_NAP_S: Final = 1e-4
@@ -41,9 +39,7 @@ class Operations:
     """What one session, or what comes before it, announces to Horovod.
 
     Args:
-        process_set: the ranks.
         name: in front of that of each operation, the same on all ranks, unique in this job.
-        timeout_s: of every wait.
     """
 
     def __init__(self, process_set: hvd.ProcessSet, *, name: str, timeout_s: float) -> None:
@@ -57,11 +53,7 @@ class Operations:
     def allreduce(
         self, tensor: Tensor, key: str, op: int, scale: tuple[float, float] = (1.0, 1.0)
     ) -> int:
-        """Announces ``tensor``, in place, under ``key``; returns the handle.
-
-        Args:
-            scale: factors in front of the reduction and behind it.
-        """
+        """Announces ``tensor``, scaled before and after the sum, in place; returns the handle."""
         self.held.hold(tensor)
         try:
             handle: int = hvd.allreduce_async_(

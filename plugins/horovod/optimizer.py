@@ -21,6 +21,7 @@ from bytesched.errors import BytesschedError, PluginError, in_one_line
 from bytesched.log import show
 from bytesched.trace.timeline import observers_of
 
+from ..agree import statements
 from ..left import name_of_horovods
 from ..planned.beginning import add_optimizer, stays_plain, why_whole
 from ..planned.bundles import Slot
@@ -28,15 +29,12 @@ from ..planned.coding import DTYPES
 from ..planned.hooked_session import HookedSession
 from ..planned.terms import Terms, setting_of
 from ..registry import add, announce
-from ..warmup.agree import statements
 from ..wrapping import check, settings
 from .elastic import Elastic
 from .ending import watch_endings
 from .entry import Entry, decline
 from .hvd_wire import HorovodWire
 from .shell import Shell
-
-__all__ = ["ScheduledOptimizer", "attach", "begin", "decline", "why_plain"]
 
 log = logging.getLogger("bytesched")
 
@@ -55,10 +53,7 @@ _BUCKET_BYTES: Final = 1 << 20
 def ScheduledOptimizer(
     optimizer: torch.optim.Optimizer, model: nn.Module, **fields: Any
 ) -> torch.optim.Optimizer:
-    """ByteScheduler's name for :func:`bytesched.wrap` of an optimizer of Horovod's.
-
-    Raises `PluginError` for another one.
-    """
+    """ByteScheduler's name for `bytesched.wrap` of an optimizer of Horovod's, and no other."""
     if not hasattr(optimizer, "_allreduce_grad_async"):
         raise PluginError(
             f"{type(optimizer).__name__} was not made by hvd.DistributedOptimizer: "
@@ -77,10 +72,7 @@ def ScheduledOptimizer(
 
 
 def why_plain(optimizer: torch.optim.Optimizer, model: nn.Module, config: Config) -> str:
-    """Why gradients of ``optimizer`` cannot be scheduled at all; empty if they can.
-
-    The same on all ranks of the process set.
-    """
+    """Why no gradients of ``optimizer`` can be scheduled, on any rank of it; empty if some can."""
     if not hvd.is_initialized():
         raise PluginError("Horovod is not initialized: call hvd.init() first")
     shell: Any = optimizer
@@ -142,11 +134,7 @@ def updating_class(optimizer: torch.optim.Optimizer) -> type[torch.optim.Optimiz
 def attach(
     optimizer: torch.optim.Optimizer, model: nn.Module, config: Config, entry: Entry
 ) -> HookedSession:
-    """A session for ``optimizer``; collective over its process set.
-
-    Args:
-        entry: what the ranks go through together.
-    """
+    """A session for ``optimizer``; collective over its process set, whose ranks go by ``entry``."""
     shell: Any = optimizer
     if config.compression == "none":
         config = replace(config, compression=_COMPRESSIONS[shell._compression])

@@ -18,8 +18,7 @@ from bytesched.errors import PluginError
 from ..planned.bundles import Slot
 from ..planned.hooked_session import HookedSession
 from .hvd_wire import HorovodWire
-
-__all__ = ["Shell"]
+from .operations import HorovodTimeout
 
 #: between two looks at an operation of Horovod's own
 _LOOK_S: Final = 5e-4
@@ -29,9 +28,7 @@ class Shell:
     """Stands in for four methods of one optimizer, on the instance; the class stays as it is.
 
     Args:
-        optimizer: the optimizer.
         session: what reduces ``slots``. Other parameters stay with Horovod.
-        wire: what the session reduces with.
         kind: the class beneath Horovod's.
     """
 
@@ -95,19 +92,16 @@ class Shell:
             handle: tuple[Any, Any] = self._horovods_gradient(self._optimizer, parameter)
             return handle
         if parameter.grad is not None and parameter.grad.is_sparse:
-            self._refuse_sparse(slot)
+            # Chunks are dense, and were agreed on already.
+            error = PluginError(
+                f"the gradient of {slot.name!r} is sparse on rank {hvd.rank()}, which "
+                "nothing announced. Use nn.Embedding(sparse=True), which does and leaves it to "
+                "Horovod, or make the gradient dense, or do not wrap this optimizer"
+            )
+            self._session.fail(error)
+            raise error
         self._session.backward_gradient(parameter)
         return self, None
-
-    def _refuse_sparse(self, slot: Slot) -> None:
-        """Chunks are dense, and were agreed on already."""
-        error = PluginError(
-            f"the gradient of {slot.name!r} is sparse on rank {hvd.rank()}, which "
-            "nothing announced. Use nn.Embedding(sparse=True), which does and leaves it to "
-            "Horovod, or make the gradient dense, or do not wrap this optimizer"
-        )
-        self._session.fail(error)
-        raise error
 
     def _gradients(self, group: Sequence[torch.Tensor]) -> tuple[Any, Any]:
         for parameter in group:
@@ -134,8 +128,11 @@ class Shell:
                 if self._session.error is not None:
                     raise self._session.error.with_traceback(None)
                 if time.monotonic() > deadline:
-                    limit = f"waited {self._wire.timeout_s:g} s for what Horovod reduces itself"
-                    error = self._wire.timeout(f"{limit}, sparse gradients for one")
+                    error = HorovodTimeout(
+                        f"waited {self._wire.timeout_s:g} s for what Horovod reduces itself, "
+                        "sparse gradients for one",
+                        rank=self._wire.rank,
+                    )
                     self._session.fail(error)
                     raise error
                 time.sleep(_LOOK_S)

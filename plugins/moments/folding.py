@@ -25,7 +25,7 @@ from torch.utils.hooks import RemovableHandle
 from bytesched.config import Config
 from bytesched.errors import ConfigError, PluginError
 
-from ..dependency.failures import Failures
+from ..failures import Failures
 from ..update.optimizer_state import GuardedState
 from .slots import MomentSlot
 
@@ -177,7 +177,9 @@ class Folding:
         is_guarded = isinstance(state, GuardedState)
         slot.adopt(state.raw(slot.parameter) if is_guarded else state[slot.parameter])
         first, second, _, _ = self._factors[id(slot.parameter)]
-        slot.begin(first * self._mean_factor, second * self._mean_factor)
+        slot.mean.mul_(first * self._mean_factor)
+        slot.square.mul_(second * self._mean_factor)
+        slot.awaits = None
 
     def _begin_batch(self) -> None:
         self._failures.check()

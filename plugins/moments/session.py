@@ -14,18 +14,14 @@ import torch
 from torch import nn
 
 from bytesched.errors import PluginError
-from bytesched.observe import Observers
 
-from ..dependency.failures import Failures
-from ..figures.meter import Meter
 from ..planned.buckets import Bucket, Member
 from ..planned.bundles import Bundle, Debt, Slot, Update
 from ..planned.entries import Entry
 from ..planned.hook_source import HookSource
 from ..planned.hooked_session import HookedSession
-from ..planned.sending import Sending
 from ..planned.terms import Terms
-from ..planned.updates import Updates
+from ..planned.updates import Parts, Updates
 from ..update.deferred import Deferred
 from ..update.optimizer_state import GuardedState
 from ..update.surroundings import snapshot, unseen
@@ -38,12 +34,12 @@ class MomentUpdates(Updates):
 
     takes_gradients = True
 
-    def __init__(self, slots: Sequence[Slot], folding: Folding, *others: Any, **named: Any) -> None:
-        super().__init__(slots, *others, **named)
+    def __init__(self, parts: Parts, folding: Folding) -> None:
+        super().__init__(parts)
         self._folding = folding
 
     def step(self, deferred: Deferred, *, whole_because: str) -> list[dict[str, Any]]:
-        """See `Steps.step`."""
+        """See `Updates.step`."""
         optimizer = deferred.optimizer
         if hasattr(optimizer, "grad_scale"):
             raise PluginError(
@@ -83,7 +79,7 @@ class MomentUpdates(Updates):
         return debts
 
     def stepped(self) -> None:
-        """See `Steps.stepped`."""
+        """See `Updates.stepped`."""
         for slot in self._slots.values():
             assert isinstance(slot, MomentSlot)
             slot.withhold()
@@ -173,19 +169,11 @@ class FoldedSession(HookedSession):
         #: those whose gradient is refused, but not while a backward pass runs
         self._withheld: list[MomentSlot] = []
 
-        def open_updates(
-            slots: Sequence[Slot],
-            sending: Sending,
-            failures: Failures,
-            meter: Meter,
-            observers: Observers,
-            **named: Any,
-        ) -> tuple[None, MomentUpdates]:
-            wire = terms.wire
+        def open_updates(parts: Parts) -> tuple[None, MomentUpdates]:
             self._folding = Folding(
-                accumulation, moments, failures, rank=wire.rank, ranks=wire.size
+                accumulation, moments, parts.failures, rank=parts.rank, ranks=terms.wire.size
             )
-            return None, MomentUpdates(slots, self._folding, sending, failures, meter, **named)
+            return None, MomentUpdates(parts, self._folding)
 
         super().__init__(
             root,

@@ -59,12 +59,6 @@ class MomentSlot(Slot):
         entry.setdefault("step", torch.zeros((), dtype=torch.float32))
         self.show(entry)
 
-    def begin(self, mean_factor: float, square_factor: float) -> None:
-        """The first gradient of a mini-batch is about to be folded."""
-        self.mean.mul_(mean_factor)
-        self.square.mul_(square_factor)
-        self.awaits = None
-
     def fold(self, gradient: torch.Tensor, mean_factor: float, square_factor: float) -> None:
         """Adds ``gradient`` and its square, times these."""
         self.mean.add_(gradient, alpha=mean_factor)
@@ -87,11 +81,7 @@ class MomentSlot(Slot):
 
 
 def stand_in(name: str, parameter: nn.Parameter, known: torch.Tensor | None) -> torch.Tensor:
-    """A gradient of ``parameter``, without memory, of which any read raises `PluginError`.
-
-    Args:
-        known: one that was made before, which is returned if it is one still.
-    """
+    """A gradient without memory, any read of which raises `PluginError`; ``known``, if it is."""
     if type(known) is PendingGrad:
         return known
     # What reads it from C++ cannot be refused.

@@ -15,6 +15,7 @@ from bytesched.config import Config
 from bytesched.errors import PluginError, in_one_line
 from bytesched.log import show
 
+from ..agree import statements
 from ..c10d.ddp import why_kept, why_sparse
 from ..c10d.entry import Entry
 from ..c10d.joining import broadcast, carriers
@@ -24,7 +25,6 @@ from ..planned.bundles import Slot
 from ..planned.hooked_session import HookedSession
 from ..registry import sessions
 from ..update.genuine import stepping_optimizer
-from ..warmup.agree import statements
 from .reducing import StageReductions, take_from_ddp
 from .replicas import RollCall, named_replicas
 from .root import StageModules

@@ -10,10 +10,10 @@ from torch.distributed import distributed_c10d
 
 from bytesched.errors import MismatchError, PluginError, SchedulerTimeout
 
+from ..agree import disagreement
 from ..layout import digest_of
 from ..routes.groups.opening import store_of
 from ..routes.groups.store import await_keys
-from ..warmup.agree import disagreement
 from .root import StageModules
 
 

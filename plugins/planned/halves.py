@@ -219,7 +219,7 @@ class Halves:
         self.wait_for_sums()
         assert self._numbers is not None
         self._wire.wait(self._telling, "numbers about gradients")
-        waited_ns = self._meter.waited("norm of all gradients", began, is_exposed=True)
+        waited_ns = self._meter.waited("norm of all gradients", began)
         self._meter.causes.asked(waited_ns)
         return self._numbers
 

@@ -16,7 +16,7 @@ from torch.autograd import Variable
 
 from bytesched.errors import PluginError
 
-from ..dependency.failures import Failures
+from ..failures import Failures
 from ..proxies.passes import is_inside_another
 from ..update.surroundings import unseen
 from .buckets import Bucket

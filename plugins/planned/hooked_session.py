@@ -115,7 +115,7 @@ class HookedSession(PlannedSession):
         return super().backward_failed(error)
 
     def begin(self) -> None:
-        """See `Steps`: the round ends, at the latest."""
+        """See `PlannedSession`: the round ends, at the latest."""
         super().begin()
         self._finish()
 

@@ -11,11 +11,10 @@ from typing import Any, cast
 
 from bytesched.errors import PluginError, TransportError
 
-from ..dependency.failures import Failures
+from ..failures import Failures
 from ..figures.meter import Meter
 from ..proxies.pending_grads import PendingGrad
 from ..queries import ASKING
-from ..warmup.retuning import Traffic
 from .buckets import Bucket, Chunk, Member
 from .clocks import Clock, DeviceClock, HostClock
 from .coding import coding_of
@@ -24,12 +23,13 @@ from .halves import Halves
 from .owners import dealt, late_ones
 from .planning import Planning, first_gates
 from .questions import Questions, asked_of
+from .retuning import Traffic
 from .sending import Sending
 from .source import Source
 from .splitting import Splitting
 from .terms import Owners, Terms
 from .turns import ModelTurns, open_turns
-from .updates import Updates
+from .updates import Parts, Updates
 from .wire import Exchanging
 
 __all__ = ["Rounds"]
@@ -79,18 +79,22 @@ class Rounds(ABC):
         if coding is not None and any(slot.parameter.is_complex() for slot in slots):
             log.info("compression = %r: complex gradients are sent as they are", config.compression)
         self.sending = Sending(wire, self._failures, self._meter, self.planning, coding)
-        updating = slots, self.sending, self._failures, self._meter
-        named: dict[str, Any] = {
-            "rank": wire.rank,
-            "timeout_s": config.timeout_s,
-            "least_bundle_bytes": self._setting.partition_bytes,
-        }
+        parts = Parts(
+            slots,
+            self.sending,
+            self._failures,
+            self._meter,
+            self.observers,
+            wire.rank,
+            config.timeout_s,
+            self._setting.partition_bytes,
+        )
         self.owners: Owners | None = None
         self._updates: Updates
         if terms.open_updates is None:
-            self._updates = Updates(*updating, **named)
+            self._updates = Updates(parts)
         else:
-            self.owners, self._updates = terms.open_updates(*updating, self.observers, **named)
+            self.owners, self._updates = terms.open_updates(parts)
         self._splitting = Splitting(wire, config.split if self._halves_bytes else "off")
         self.source = self._make_source(divisor if coding is None else 1)
 

@@ -11,7 +11,7 @@ import torch
 from bytesched.errors import PluginError
 from bytesched.share.turn import HELD, released
 
-from ..dependency.failures import Failures
+from ..failures import Failures
 from ..figures.meter import Meter
 from .buckets import Bucket, Chunk, Sent
 from .coding import Coding
@@ -159,7 +159,7 @@ class Sending:
                     chunk.work = None
                 if (self.has_streams or self._planning.awaited) and isinstance(chunk, Chunk):
                     self._planning.waited(chunk)
-        self._meter.waited(by, began, is_exposed=True)
+        self._meter.waited(by, began)
 
     def hand_on(self) -> None:
         """Returns when all first halves have ended, and the second ones are under way."""

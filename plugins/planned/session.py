@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
@@ -20,13 +20,12 @@ from bytesched.values import size_text
 from ..figures.unseen import ROUNDING, UNSEEN
 from ..proxies.entries import guard_entries
 from ..proxies.passes import watch_passes
-from ..update.deferred import Deferred
-from ..update.stepping import Stepping
 from .gates import Gates
 from .planning import PLANNED_AGAIN_IN
 from .rounds import Rounds
 from .sending import refuse_capture
 from .source import Phase
+from .stepping import Stepping
 from .terms import Terms
 from .tuned import Tuned
 
@@ -61,7 +60,14 @@ class PlannedSession(Rounds):
         self._root = weakref.ref(root)
         self._parameters = [slot.parameter for slot in self.slots]
         self._names = {id(slot.parameter): slot.name for slot in self.slots}
-        self._stepping = Stepping(self, self._meter, takes_gradients=self._updates.takes_gradients)
+        self._stepping = Stepping(
+            self._updates,
+            self._names,
+            self._meter,
+            begin=self.begin,
+            is_off=lambda: self._is_off,
+            synchronize=self.synchronize_all,
+        )
         self._gates = Gates(
             root,
             self.slots,
@@ -247,34 +253,12 @@ class PlannedSession(Rounds):
 
     # -- steps -------------------------------------------------------------------------
 
-    @property
-    def names(self) -> Mapping[int, str]:
-        """See `Steps`."""
-        return self._names
-
-    @property
-    def are_off(self) -> bool:
-        """See `Steps`."""
-        return self._is_off
-
-    def introduce(self, deferred: Deferred) -> None:
-        """See `Steps`."""
-        self._updates.introduce(deferred)
-
     def begin(self) -> None:
-        """See `Steps`."""
+        """``step()`` is about to update: raises the first error, if there was one."""
         self._failures.check()
 
-    def step(self, deferred: Deferred, *, whole_because: str) -> list[dict[str, Any]] | None:
-        """See `Steps`."""
-        return self._updates.step(deferred, whole_because=whole_because)
-
-    def stepped(self) -> None:
-        """See `Steps`."""
-        self._updates.stepped()
-
     def synchronize_all(self) -> None:
-        """See `Steps`."""
+        """Applies every update that is owed."""
         if not self._is_off:
             self._updates.apply_all()
 

@@ -13,7 +13,7 @@ from bytesched.tunable import Setting
 from .buckets import Bucket
 from .bundles import Slot
 from .questions import Questions
-from .updates import Updates
+from .updates import Parts, Updates
 from .wire import Wire
 
 __all__ = ["OpenUpdates", "Owners", "Terms", "setting_of"]
@@ -64,9 +64,8 @@ class Owners(Protocol):
         """Returns when no other rank needs anything of this one any more."""
 
 
-#: Makes what updates parameters, and their owners, where each rank updates a share of them. Called
-#: with slots, what sends, failures, the meter and observers; for what is named, see `Updates`.
-OpenUpdates: TypeAlias = Callable[..., tuple[Owners | None, Updates]]
+#: Makes what updates parameters, and their owners, where each rank updates a share of them.
+OpenUpdates: TypeAlias = Callable[[Parts], tuple[Owners | None, Updates]]
 
 
 @dataclass(frozen=True, eq=False)

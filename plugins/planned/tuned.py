@@ -11,14 +11,14 @@ from typing import Final
 
 import torch
 
-from bytesched.tunable import Decision, RunFacts, Setting
+from bytesched.tunable import RunFacts, Setting
 from bytesched.tuning.online import find_tuner
 
-from ..dependency.failures import Failures
-from ..warmup.probing import Probing
-from ..warmup.retuning import DECISION, Decisions, Retuning
+from ..failures import Failures
+from ..routes.probing import probes
 from .clocks import Clock
 from .planning import PLANNED_IN
+from .retuning import Retuning
 from .rounds import Rounds
 from .terms import Terms
 
@@ -53,49 +53,38 @@ class Tuned:
         self._slots = [slot for slot in terms.slots if slot.parameter.requires_grad]
         self._config = terms.config
         self._wire = terms.wire
-        self._clock = clock
         self._failures = failures
         self._rounds = rounds
         self._carrier = terms.carrier
         self._knobs = _KNOBS | {"enabled"} if can_stop else _KNOBS
         self._changed_steps = changed_steps
-        self._untuned = self._setting = replace(terms.setting, enabled=True)
+        self._untuned = replace(terms.setting, enabled=True)
         self._change = change
-        tuner = find_tuner(terms.config) if terms.wire.rank == 0 else None
-        self._decisions = Decisions(tuner, self._from_leader)
-        self.close = self._decisions.close
-        #: None until the first decision
-        self._retuning: Retuning | None = None
+        self._retuning = Retuning(
+            find_tuner(terms.config) if terms.wire.rank == 0 else None,
+            self._untuned,
+            self._from_leader,
+            clock,
+            land=lambda: rounds.land_all("forward"),
+            traffic=lambda: rounds.traffic,
+            apply=self._apply,
+        )
+        self.close = self._retuning.close
+        #: a forward pass begins after so many calls of ``step()``
+        self.before_forward = self._retuning.before_forward
 
     def round_ends(self) -> None:
         """A round is over, and with the first one a decision is made; collective."""
-        if self._retuning is not None:
-            return
-        self._rounds.sending.land_all("backward")
-        self._retuning = Retuning(
-            self._decisions,
-            self._first(),
-            self,
-            self._clock,
-            land=lambda: self._rounds.land_all("forward"),
-            traffic=lambda: self._rounds.traffic,
-        )
+        if not self._retuning.has_begun:
+            self._rounds.sending.land_all("backward")
+            self._retuning.begin(self._facts())
 
-    def before_forward(self, steps: int) -> None:
-        """A forward pass begins after so many calls of ``step()``; see `Retuning`."""
-        if self._retuning is not None:
-            self._retuning.before_forward(steps)
-
-    def apply(self, setting: Setting) -> None:
-        """See `Changing`."""
-        if setting == self._setting:
-            self._rounds.planning.measure_again()
-        elif self._change(setting):
-            self._setting = setting
-
-    def is_applied(self, setting: Setting) -> bool:
-        """See `Changing`."""
-        return setting == self._setting
+    def _apply(self, setting: Setting) -> bool:
+        """See `Retuning`."""
+        if setting != self._retuning.setting:
+            return self._change(setting)
+        self._rounds.planning.measure_again()
+        return True
 
     def credit_bytes(self, setting: Setting) -> int:
         """That of a plan: as given, where nothing is tuned."""
@@ -103,31 +92,29 @@ class Tuned:
 
     # -- the first decision ------------------------------------------------------------
 
-    def _first(self) -> Decision:
+    def _facts(self) -> RunFacts:
         parameters = [slot.parameter for slot in self._slots]
         model_bytes = sum(parameter.nbytes for parameter in parameters)
         device = parameters[0].device
-        probing = Probing(self._wire.start, self._wait, self._from_leader, device)
-        probes = probing.probes(model_bytes)
+        found = probes(self._wire.start, self._wait, self._from_leader, device, model_bytes)
         hosts = self._ranks_per_host()
         shapes = [(tuple(parameter.shape), str(parameter.dtype)) for parameter in parameters]
         # What else decides how much is sent, and when it is needed.
         sent = shapes, self._config.compression, self._config.cross_barrier
         is_cuda = device.type == "cuda"
-        facts = RunFacts(
+        return RunFacts(
             backend=self._carrier,
             ranks_per_host=hosts,
             device=torch.cuda.get_device_name(device) if is_cuda else device.type,
             framework=f"torch {torch.__version__}",
             model_bytes=model_bytes,
             signature=hashlib.sha256(repr(sent).encode()).hexdigest()[:16],
-            probes=tuple(probes),
+            probes=tuple(found),
             untuned=self._untuned,
             knobs=self._knobs,
             first_steps=2 + PLANNED_IN,
             changed_steps=self._changed_steps,
         )
-        return self._decisions.first(lambda: facts, self._untuned)
 
     def _ranks_per_host(self) -> tuple[int, ...]:
         """How many ranks each host has, the largest number first; collective."""
@@ -144,7 +131,7 @@ class Tuned:
     def _largest(self, values: Sequence[int]) -> list[int]:
         """The largest of all ranks, for each of ``values``, which are not negative; collective."""
         numbers = torch.tensor(values, dtype=torch.float64, device="cpu")
-        self._wait(self._wire.start_largest(numbers), DECISION)
+        self._wait(self._wire.start_largest(numbers), "the decision of rank 0")
         return [int(number) for number in numbers.tolist()]
 
     def _wait(self, work: object, task: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass
 from functools import partial
 from time import perf_counter_ns
 from typing import Any, ClassVar, Final
@@ -12,14 +13,14 @@ import torch
 from torch import nn
 
 from bytesched.errors import PluginError, SchedulerTimeout
+from bytesched.observe import Observers
 
-from ..dependency.failures import Failures, refuse
+from ..failures import Failures, refuse
 from ..figures.meter import Meter
 from ..proxies.compiling import waiting
 from ..proxies.pending import PendingParameter, hold_all, release_all, synchronize_now
 from ..proxies.pending_grads import PendingGrad
 from ..update.deferred import Deferred
-from ..update.stepping import why_now
 from ..update.surroundings import snapshot
 from .buckets import Member, Sent, make_changes
 from .bundles import Bundle, BundleState, Debt, Slot, Update, bundled
@@ -30,44 +31,47 @@ _FREE: Final = BundleState.FREE
 _NO_GRADIENT: Final = type(None)
 
 
-class Updates:
-    """The steps of all optimizers of one model.
+@dataclass(frozen=True, eq=False)
+class Parts:
+    """What the updates of one session are made with."""
 
-    Args:
-        timeout_s: how long a thread waits for another one that makes an update.
-        least_bundle_bytes: see `bundled`.
-    """
+    #: all parameters
+    slots: Sequence[Slot]
+    sending: Sending
+    failures: Failures
+    meter: Meter
+    observers: Observers
+    rank: int
+    #: how long a thread waits for another one that makes an update
+    timeout_s: float
+    #: see `bundled`
+    least_bundle_bytes: int
+
+
+class Updates:
+    """The steps of all optimizers of one model."""
 
     #: also where gradients are here when ``step()`` is called, parameters may not be after it
     late_with_any_gradient: ClassVar[bool] = False
-    #: see `Stepping`
+    #: no step is ever the user's own over everything, and once it is taken no gradient can be read:
+    #: so it is taken after all hooks and the closure
     takes_gradients: ClassVar[bool] = False
 
-    def __init__(
-        self,
-        slots: Sequence[Slot],
-        sending: Sending,
-        failures: Failures,
-        meter: Meter,
-        *,
-        rank: int,
-        timeout_s: float,
-        least_bundle_bytes: int = 1,
-    ) -> None:
-        self._slots = {id(slot.parameter): slot for slot in slots}
-        self._sending = sending
-        self._failures = failures
-        self._meter = meter
-        self._rank = rank
-        self._timeout_s = timeout_s
-        self._least_bundle_bytes = least_bundle_bytes
+    def __init__(self, parts: Parts) -> None:
+        self._slots = {id(slot.parameter): slot for slot in parts.slots}
+        self._sending = parts.sending
+        self._failures = parts.failures
+        self._meter = parts.meter
+        self._rank = parts.rank
+        self._timeout_s = parts.timeout_s
+        self._least_bundle_bytes = parts.least_bundle_bytes
         #: held while an update is awaited and made
         self.lock = threading.RLock()
         self._is_running = False
         self.bundles: list[Bundle] = []
         #: what a use of each parameter calls while it is pending, by the parameter's id
         self._uses: dict[int, Any] = {}
-        self.bundle([index] for index in range(len(slots)))
+        self.bundle([index] for index in range(len(parts.slots)))
 
     def bundle(self, units: Iterable[Sequence[int]]) -> None:
         """Other bundles, see `bundled`; nothing may be owed."""
@@ -80,9 +84,12 @@ class Updates:
     # -- step --------------------------------------------------------------------------
 
     def step(self, deferred: Deferred, *, whole_because: str) -> list[dict[str, Any]] | None:
-        """See `Steps.step`."""
+        """``step()`` updates now: the groups of what cannot wait, or None if that is everything.
+
+        Args:
+            whole_because: why nothing of it can wait; empty if some can.
+        """
         optimizer = deferred.optimizer
-        whole_because = whole_because or why_now(optimizer)
         is_whole = not deferred.cross or bool(whole_because) or self._all_is_here(optimizer)
         if not is_whole:
             whole_because = deferred.why_kept() or self._why_read_elsewhere(optimizer)
@@ -98,7 +105,7 @@ class Updates:
         return eager
 
     def stepped(self) -> None:
-        """See `Steps.stepped`."""
+        """``step()`` has been executed, as far as it was not deferred."""
 
     def _all_is_here(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether nothing of what ``optimizer`` steps over is on its way any more."""
@@ -112,7 +119,7 @@ class Updates:
         return not self._sending.outstanding_bytes(chunks)
 
     def introduce(self, deferred: Deferred) -> None:
-        """See `Steps.introduce`."""
+        """``deferred`` is one of the session's optimizers from now on."""
         for slot in self._slots.values():
             if slot.alias is not slot.parameter:
                 deferred.know(slot)

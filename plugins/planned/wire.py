@@ -8,8 +8,6 @@ from typing import Any, Final, Protocol
 
 import torch
 
-from bytesched.errors import SchedulerTimeout
-
 from ..routes.groups.group import Group
 from ..routes.levels import TwoLevelSums
 
@@ -109,7 +107,6 @@ class GroupWire:
         self.timeout_s = data.timeout_s
         self.has_streams = device.type == "cuda"
         self.sees_ends = not self.has_streams
-        self._data = data
         self.levels = 1 if sums is None else 2
         parts = () if sums is None else sums.groups
         self._groups = [*dict.fromkeys((data, control, *others, *parts))]
@@ -127,10 +124,6 @@ class GroupWire:
             return HOST
         handle: int = torch._C._cuda_getCurrentRawStream(self._device.index)
         return handle
-
-    def timeout(self, message: str) -> SchedulerTimeout:
-        """The error of a wait that outlived its deadline."""
-        return SchedulerTimeout(message + self._data.note(), rank=self.rank)
 
     def abort(self) -> None:
         for group in self._groups:

@@ -74,7 +74,8 @@ def guard_entries() -> None:
                 setattr(owner, name, _waiting(getattr(owner, name)))
     for name, current in _SETTINGS.items():
         setattr(torch._C, name, _settling(getattr(torch._C, name), current))
-    nn.Parameter.__new__ = _for_parameters(nn.Parameter.__new__)  # type: ignore[method-assign]
+    # It looks at the class of what it is given before it looks at the values.
+    nn.Parameter.__new__ = _waiting(nn.Parameter.__new__)  # type: ignore[method-assign]
     torch.Tensor._make_subclass = staticmethod(  # type: ignore[method-assign]
         _waiting(torch.Tensor._make_subclass)
     )
@@ -108,18 +109,6 @@ def _settling(change: Callable[..., Any], current: Callable[[], Any]) -> Callabl
                 if session.error is None:
                     session.flush()
         return change(value, *args, **kwargs)
-
-    return call
-
-
-def _for_parameters(new: Callable[..., Any]) -> Callable[..., Any]:
-    """``Parameter(data)`` looks at the class of ``data`` before it looks at the values."""
-
-    @functools.wraps(new)
-    def call(cls: Any, data: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if type(data) in (PendingParameter, PendingGrad):
-            ready(data)
-        return new(cls, data, *args, **kwargs)
 
     return call
 

@@ -78,18 +78,15 @@ def gate(
             return compiled(*args, **kwargs)
 
         module._compiled_call_impl = call
-        return partial(_restore, weakref.ref(module), weakref.ref(call), weakref.ref(compiled))
+        weak: list[weakref.ref[Any]] = [weakref.ref(one) for one in (module, call, compiled)]
+
+        def take_off() -> None:
+            module, call, compiled = (one() for one in weak)
+            # Another gate or nothing may be in its place by now.
+            if module is not None and call and vars(module).get("_compiled_call_impl") is call:
+                module._compiled_call_impl = compiled
+
+        return take_off
 
     hook = StayingHook(lambda module, args: wait(module), traced)
     return module.register_forward_pre_hook(hook, prepend=True).remove
-
-
-def _restore(
-    weak_module: weakref.ref[nn.Module],
-    weak_call: weakref.ref[Any],
-    weak_compiled: weakref.ref[Any],
-) -> None:
-    """Takes a gate off compiled code, unless another one or nothing is in its place by now."""
-    module, call = weak_module(), weak_call()
-    if module is not None and call and module.__dict__.get("_compiled_call_impl") is call:
-        module._compiled_call_impl = weak_compiled()

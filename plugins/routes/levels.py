@@ -14,15 +14,15 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from itertools import pairwise
-from time import perf_counter
 from typing import Any, Final
 
 import torch
 
-from bytesched.errors import PluginError, SchedulerClosed
+from bytesched.errors import PluginError
 from bytesched.link.levels import levels_of, ring_share, shares_hosts, two_level_share
 
 from .groups.group import Group
+from .probing import timed
 
 log = logging.getLogger("bytesched")
 
@@ -78,10 +78,6 @@ class TwoLevelSum:
             self._future.set_result(None)
         self._over.set()
 
-    def __repr__(self) -> str:
-        state = self.why or ("over" if self.is_completed() else f"{self.steps} steps have ended")
-        return f"<TwoLevelSum: {state}>"
-
 
 class TwoLevelSums:
     """Sums over N hosts of g ranks, of which each adds up one slice of g for its host.
@@ -107,16 +103,13 @@ class TwoLevelSums:
         self._under_way = 0
         #: what ended the first one that failed: its steps leave a gap, and none follows
         self._why = ""
-        self._closed = False
 
     def start(self, tensor: torch.Tensor, key: str = "") -> TwoLevelSum:
         """Begins to sum ``tensor``, which is dense and on the CPU, in place; returns the work.
 
         On one thread at a time, in one order on all ranks; the ``key`` is for others, as that of
-        `Group.all_reduce`. Raises `SchedulerClosed`.
+        `Group.all_reduce`.
         """
-        if self._closed:
-            raise SchedulerClosed("sums in two levels are closed")
         if tensor.is_complex():
             # Gloo adds such numbers up, but does not deal them.
             tensor = torch.view_as_real(tensor)
@@ -127,34 +120,21 @@ class TwoLevelSums:
         self._begin(0)
         return current
 
-    def abort(self) -> None:
-        """What is under way ends in errors here and on the other ranks. Idempotent, any thread."""
-        for group in self.groups:
-            group.abort()
-
-    def close(self) -> None:
-        """Ends connections; what is under way fails. Idempotent."""
-        if self._closed:
-            return
-        self._closed = True
-        if self._under_way:
-            self.abort()
-        for group in self.groups:
-            group.close()
-
     def _begin(self, step: int) -> None:
         """Begins the step of all that have come to it, as far as those before them have, too."""
         begun, failed = [], []
         with self._lock:
             waiting = self._waiting[step]
-            while waiting and waiting[0].steps == step and self._has_room(step):
+            while waiting and waiting[0].steps == step:
+                if not (step or self._why or self._under_way < _WINDOW):
+                    break
                 current = waiting.popleft()
                 self._under_way += not step
                 if not self._why:
                     try:
                         begun.append((current, self._operation(step, current)))
                     except Exception as error:  # noqa: BLE001 - it is raised by a wait
-                        self._note(error)
+                        self._why = _said(error)
                 if self._why:
                     current.why = current.why or self._why
                     failed.append(current)
@@ -165,9 +145,6 @@ class TwoLevelSums:
             work.get_future().add_done_callback(partial(self._ended, current, step))
         for current in failed:
             self._over(current)
-
-    def _has_room(self, step: int) -> bool:
-        return bool(step or self._why) or self._under_way < _WINDOW
 
     def _operation(self, step: int, current: TwoLevelSum) -> Any:
         count = current.flat.numel()
@@ -193,7 +170,8 @@ class TwoLevelSums:
             elif step == 1:
                 rows[1:] = rows[0]
         except BaseException as error:
-            current.why = self._note(error)
+            current.why = _said(error)
+            self._why = self._why or current.why
             if not isinstance(error, Exception):
                 raise
         finally:
@@ -203,23 +181,15 @@ class TwoLevelSums:
             else:
                 self._over(current)
 
-    def _note(self, error: BaseException) -> str:
-        """What ``error`` says; the first one ends what has not begun."""
-        why = str(error) or type(error).__name__
-        self._why = self._why or why
-        return why
-
     def _over(self, current: TwoLevelSum) -> None:
         current.end()
         with self._lock:
             self._under_way -= 1
         self._begin(0)
 
-    def __repr__(self) -> str:
-        return (
-            f"<TwoLevelSums rank {self._place} of {self._ranks} on host {self._between.rank} of "
-            f"{self._between.size}, {self._under_way} under way>"
-        )
+
+def _said(error: BaseException) -> str:
+    return str(error) or type(error).__name__
 
 
 def open_levels(
@@ -264,7 +234,8 @@ def open_levels(
             ring_share(data.hosts) / two_level_share(len(levels.hosts)),
         )
         if flat_s <= levels_s:
-            sums.close()
+            for group in sums.groups:
+                group.close()
             return None
     return sums
 
@@ -282,29 +253,14 @@ def _explain(hosts: Sequence[str]) -> None:
 
 def _seconds(data: Group, sums: TwoLevelSums) -> tuple[float, float]:
     """Of a sum over all ranks, and of one in two levels; the same numbers on all ranks."""
-
-    ways = data.all_reduce, sums.start
-    best = [min(_timed(data, start) for _ in range(_TRIES)) for start in ways]
+    cpu = torch.device("cpu")
+    best = []
+    for start in (data.all_reduce, sums.start):
+        once = partial(timed, start, data.wait, cpu, _NBYTES, _COUNT, _TRIED_AT_ONCE)
+        best.append(min(once()[0] for _ in range(_TRIES)) / _COUNT)
     # The slowest rank's, by a sum in which others have nothing: there is no time below 0.
     everyone = torch.zeros(data.size, 2, dtype=torch.float64, device="cpu")
     everyone[data.rank] = torch.tensor(best, dtype=torch.float64, device="cpu")
     data.wait(data.all_reduce(everyone), task="a trial")
     flat_s, levels_s = everyone.amax(0).tolist()
     return flat_s, levels_s
-
-
-def _timed(data: Group, start: Callable[[torch.Tensor], Any]) -> float:
-    """Seconds of one of ``_COUNT`` sums, ``_TRIED_AT_ONCE`` of them at a time."""
-    buffers = [torch.zeros(_NBYTES // 4, device="cpu") for _ in range(_TRIED_AT_ONCE)]
-    wait = partial(data.wait, task="a trial")
-    wait(start(buffers[0]))
-    wait(data.all_reduce(torch.zeros(1, device="cpu")))
-    began = perf_counter()
-    works: list[Any] = []
-    for index in range(_COUNT):
-        if len(works) == _TRIED_AT_ONCE:
-            wait(works.pop(0))
-        works.append(start(buffers[index % _TRIED_AT_ONCE]))
-    for work in works:
-        wait(work)
-    return (perf_counter() - began) / _COUNT

@@ -18,11 +18,11 @@ from bytesched.errors import BytesschedError, in_one_line
 from bytesched.log import show
 
 from .. import wrap_found
+from ..agree import settings
 from ..left import leave
 from ..proxies.hooks import StayingHook
 from ..registry import Wrapped, is_wrapped, sessions, unwrap
 from ..update.surroundings import has_modes
-from ..warmup.agree import settings
 from ..wrapping import why_wrapped
 from .owners import parameter_ids
 

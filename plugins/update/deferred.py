@@ -159,11 +159,7 @@ class Deferred:
     def copy(
         self, param_groups: list[dict[str, Any]], attributes: dict[str, Any] | None = None
     ) -> torch.optim.Optimizer:
-        """The optimizer with other groups, the same state, and no hooks.
-
-        Args:
-            attributes: those it had before; as they are now if None.
-        """
+        """The optimizer with other groups, the same state, no hooks; ``attributes`` or its own."""
         copied: torch.optim.Optimizer = self.kind.__new__(self.kind)
         copied.__dict__.update(self.optimizer.__dict__ if attributes is None else attributes)
         copied.state = self._copies_state  # type: ignore[assignment]
@@ -212,11 +208,7 @@ class Deferred:
         self._real[slot.alias] = slot.parameter
 
     def now(self) -> Callable[[Sequence[tuple[dict[str, Any], Sequence[Aliased]]]], None]:
-        """The update as this thread would do it at this moment, for another one to do later.
-
-        It runs the real update of each group under its hyper-parameters, in the surroundings of
-        this thread.
-        """
+        """The real update as this thread would do it at this moment, for another to do later."""
         optimizer = self.optimizer
         attributes = {
             name: value

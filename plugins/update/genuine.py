@@ -128,7 +128,8 @@ def why_altered(optimizer: torch.optim.Optimizer, kind: type[torch.optim.Optimiz
             if module != kind.__module__:
                 return f"{name} of this {kind.__name__} is a function of another module, {module}"
     for each in classes:
-        for where, names in ((each.__name__, vars(each)), (each.__module__, _module_of(each))):
+        module = each.__module__
+        for where, names in ((each.__name__, vars(each)), (module, vars(sys.modules[module]))):
             for name, value in tuple(names.items()):
                 if isinstance(value, (staticmethod, classmethod)):
                     value = value.__func__
@@ -139,10 +140,6 @@ def why_altered(optimizer: torch.optim.Optimizer, kind: type[torch.optim.Optimiz
 
 def _owner(kind: type) -> str:
     return kind.__module__.partition(".")[0]
-
-
-def _module_of(kind: type) -> dict[str, Any]:
-    return vars(sys.modules[kind.__module__])
 
 
 def _layers(value: Any) -> Iterator[FunctionType]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from sys import getrefcount
 from typing import Any, NoReturn
 
@@ -205,41 +205,36 @@ for _name in _ALL.split():
     setattr(GuardedState, _name, _of_all(_name))
 
 
-class AliasedState(dict[Any, Any]):
+class AliasedState(MutableMapping[Any, Any]):
     """What a copy of the optimizer sees as its state: the entries of the real parameters."""
 
     def __init__(self, state: GuardedState, real: dict[nn.Parameter, nn.Parameter]) -> None:
-        super().__init__()
         self._state = state
         self._real = real
 
-    def __missing__(self, alias: Any) -> Any:
-        real = self._real.get(alias, alias)
-        entry = dict.get(self._state, real)
-        return self._state.raw(real) if entry is None else entry
+    def __getitem__(self, alias: Any) -> Any:
+        return self._state.raw(self._real.get(alias, alias))
 
+    def __setitem__(self, alias: Any, entry: Any) -> None:
+        dict.__setitem__(self._state, self._real.get(alias, alias), entry)
 
-def _of_real(name: str) -> Callable[..., Any]:
-    method = getattr(dict, name)
+    def __delitem__(self, alias: Any) -> None:
+        dict.__delitem__(self._state, self._real.get(alias, alias))
 
-    @functools.wraps(method)
-    def call(self: AliasedState, alias: Any, *args: Any) -> Any:
-        return method(self._state, self._real.get(alias, alias), *args)
+    def __contains__(self, alias: Any) -> bool:
+        return dict.__contains__(self._state, self._real.get(alias, alias))
 
-    return call
+    def get(self, alias: Any, default: Any = None) -> Any:
+        return dict.get(self._state, self._real.get(alias, alias), default)
 
+    def setdefault(self, alias: Any, default: Any = None) -> Any:
+        return dict.setdefault(self._state, self._real.get(alias, alias), default)
 
-def _refused(name: str) -> Callable[..., Any]:
-    def call(self: AliasedState, *args: Any) -> Any:
-        raise TypeError(f"{name} of the state as a whole, in an update of some parameters alone")
+    def pop(self, alias: Any, *default: Any) -> Any:
+        return dict.pop(self._state, self._real.get(alias, alias), *default)
 
-    return call
+    def __iter__(self) -> NoReturn:
+        raise TypeError("the state as a whole is used in an update of some parameters alone")
 
-
-_REAL = "__contains__ __delitem__ __setitem__ get pop setdefault"
-_WHOLE = "__iter__ __len__ clear copy items keys popitem update values"
-
-for _name in _REAL.split():
-    setattr(AliasedState, _name, _of_real(_name))
-for _name in _WHOLE.split():
-    setattr(AliasedState, _name, _refused(_name))
+    def __len__(self) -> NoReturn:
+        iter(self)

@@ -21,19 +21,12 @@ from .surroundings import why_not_frozen
 
 @dataclass(frozen=True)
 class Known:
-    """Where a class comes from, and which versions of it were read.
-
-    Args:
-        package: as it is installed.
-        first: the first version that was read.
-        last: the last one.
-        shards: whether the ranks may each have a part of its state: no method but ``step()``
-            needs all of it.
-    """
+    """Where a class comes from, and which versions of it were read."""
 
     package: str
     first: str
     last: str
+    #: the ranks may each have a part of its state: no method but ``step()`` needs all of it
     shards: bool = True
 
     def why_not(self) -> str:
@@ -113,11 +106,7 @@ def separable(kind: OptimizerT) -> OptimizerT:
 def explain_optimizer(
     optimizer: torch.optim.Optimizer, kind: type[torch.optim.Optimizer] | None = None
 ) -> str:
-    """See :func:`bytesched.explain_optimizer`.
-
-    Args:
-        kind: the class whose ``step()`` does the update; that of the optimizer if None.
-    """
+    """See :func:`bytesched.explain_optimizer`; ``kind``, or its own class, does the update."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise PluginError(f"{type(optimizer).__name__} is not a torch optimizer")
     stepping = stepping_optimizer(optimizer)

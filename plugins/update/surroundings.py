@@ -49,7 +49,8 @@ class Surroundings:
             is_autocast_cached=torch.is_autocast_cache_enabled(),
             is_grad_enabled=torch.is_grad_enabled(),
             is_inference=torch.is_inference_mode_enabled(),
-            flushes_denormals=_flushes_denormals(),
+            # torch has no way to ask. Of the thread, and so of Python's own numbers.
+            flushes_denormals=float_info.min / 2 == 0.0,
             threads=torch.get_num_threads(),
             modes=tuple(_function_modes()),
         )
@@ -126,11 +127,6 @@ def has_modes() -> bool:
 def _function_modes() -> Iterator[TorchFunctionMode]:
     for index in range(torch._C._len_torch_function_stack()):
         yield torch._C._get_function_stack_at(index)
-
-
-def _flushes_denormals() -> bool:
-    # torch has no way to ask. Of the thread, and so of Python's own numbers.
-    return float_info.min / 2 == 0.0
 
 
 #: of values that nothing can change

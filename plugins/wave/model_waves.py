@@ -19,9 +19,9 @@ from bytesched.errors import PluginError, SchedulerClosed
 from bytesched.link.sizes import RULES
 from bytesched.log import show
 
+from ..agree import settings
 from ..c10d.joining import broadcast, joining
-from ..dependency.failures import Progress
-from ..warmup.agree import settings
+from ..failures import Progress
 from .cutting import cut, refuse_uncuttable
 from .routes import Cargo, visits
 from .stage import Stage

@@ -13,7 +13,7 @@ import torch
 
 from bytesched.observe import Observers
 
-from ..dependency.failures import Progress
+from ..failures import Progress
 from ..routes.groups.group import Group
 from ..routes.groups.messages import Messages, Waiter
 from .routes import WEIGHTS, Cargo, Route, name_of, sends, source, tag_of, visits

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from bytesched.errors import BytesschedError, MismatchError, PeerLost, PluginError, TransportError
 
-from ..dependency.failures import Failures
+from ..failures import Failures
 from ..routes.groups.group import Group
 
 
@@ -35,24 +35,28 @@ class Kind(IntEnum):
     BARRIER = 7
 
 
+#: in words; and what differs where kinds are the same
 _WORDS: Final = {
-    Kind.FORWARD: "goes on to its next forward pass after {steps} calls of step()",
-    Kind.STEP: "is in call {steps} of step(), after {rounds} backward passes",
-    Kind.ASK: "asks for a norm, or another number, of gradients of backward pass {rounds}",
-    Kind.READ: ("reads gradients of backward pass {rounds}, or begins another while it has them"),
-    Kind.STATE: "asks for the state of its optimizer after {steps} calls of step()",
-    Kind.BARRIER: "is in a barrier after {steps} calls of step()",
-    Kind.END: "has ended its training after {steps} calls of step()",
-}
-#: where kinds are the same
-_DETAILS: Final = {
+    Kind.FORWARD: ("goes on to its next forward pass after {steps} calls of step()", ""),
     Kind.STEP: (
+        "is in call {steps} of step(), after {rounds} backward passes",
         "step() does not take the same gradients on all ranks, or not with the same changes: on "
-        "one of them a gradient was set to None, or scaled by another number"
+        "one of them a gradient was set to None, or scaled by another number",
     ),
-    Kind.ASK: "ranks ask for different numbers of gradients",
-    Kind.READ: "ranks read different gradients",
-    Kind.STATE: "ranks ask for the states of different optimizers",
+    Kind.ASK: (
+        "asks for a norm, or another number, of gradients of backward pass {rounds}",
+        "ranks ask for different numbers of gradients",
+    ),
+    Kind.READ: (
+        "reads gradients of backward pass {rounds}, or begins another while it has them",
+        "ranks read different gradients",
+    ),
+    Kind.STATE: (
+        "asks for the state of its optimizer after {steps} calls of step()",
+        "ranks ask for the states of different optimizers",
+    ),
+    Kind.END: ("has ended its training after {steps} calls of step()", ""),
+    Kind.BARRIER: ("is in a barrier after {steps} calls of step()", ""),
 }
 
 
@@ -70,7 +74,7 @@ class _Statement(NamedTuple):
         return self.rounds, self.steps - (self.kind == Kind.STEP)
 
     def __str__(self) -> str:
-        return _WORDS[Kind(self.kind)].format(rounds=self.rounds, steps=self.steps)
+        return _WORDS[Kind(self.kind)][0].format(rounds=self.rounds, steps=self.steps)
 
 
 class _GoesOn(Exception):
@@ -98,15 +102,19 @@ class Agreement:
         self._is_last_said = False
         self._is_disowned = False
 
-    def say(self, kind: Kind, digest: int = 0) -> None:
-        """Returns when all ranks have said the same.
+    def say(self, kind: Kind, digest: int = 0) -> list[bytes]:
+        """Returns when all ranks have said the same; what each answers, if it is a question.
 
         Raises `MismatchError` or `PeerLost`, on every rank, if one says something else.
         """
-        self._refuse_in_child()
+        if self._is_disowned:
+            raise PluginError(
+                "gradients and optimizer states of shard=True are on other ranks, which a forked "
+                "child cannot ask"
+            )
         with self._lock:
             self._hear()
-            self._exchange(self._statement(kind, digest))
+            return self._exchange(_Statement(kind, self.rounds, self.steps, digest))
 
     def barrier_begins(self) -> None:
         """The script comes to a barrier of all ranks. Waits for none that have ended here."""
@@ -115,13 +123,6 @@ class Agreement:
         with self._lock:
             if not self.is_over:
                 self.say(Kind.BARRIER)
-
-    def ask_states(self, number: int) -> list[bytes]:
-        """What each rank answers about the optimizer ``number``."""
-        self._refuse_in_child()
-        with self._lock:
-            self._hear()
-            return self._exchange(self._statement(Kind.STATE, number))
 
     def numbers(self, mine: torch.Tensor) -> torch.Tensor:
         """A row of each rank's numbers, as many as those of this one; all have agreed on that."""
@@ -136,7 +137,7 @@ class Agreement:
                 return
             self._hear()
             self._is_last_said = True
-            self._begin(self._statement(Kind.END, 0))
+            self._begin(_Statement(Kind.END, self.rounds, self.steps, 0))
 
     def end(self) -> bool:
         """Answers others until all have ended; False if one goes on, is gone, or takes too long."""
@@ -156,17 +157,7 @@ class Agreement:
         """In a forked child: nothing can be said there."""
         self._is_disowned = True
 
-    def _refuse_in_child(self) -> None:
-        if self._is_disowned:
-            raise PluginError(
-                "gradients and optimizer states of shard=True are on other ranks, which a forked "
-                "child cannot ask"
-            )
-
     # -- statements --------------------------------------------------------------------
-
-    def _statement(self, kind: Kind, digest: int) -> _Statement:
-        return _Statement(kind, self.rounds, self.steps, digest)
 
     def _begin(self, statement: _Statement) -> None:
         mine = torch.tensor(statement, dtype=torch.int64, device="cpu")
@@ -225,7 +216,7 @@ class Agreement:
             )
         other = next(other for other, one in enumerate(said) if one != mine)
         if said[other][:3] == mine[:3]:
-            why = f"{_DETAILS[Kind(mine.kind)]} (ranks {rank} and {other})"
+            why = f"{_WORDS[Kind(mine.kind)][1]} (ranks {rank} and {other})"
         else:
             why = f"rank {rank} {mine}, rank {other} {said[other]}"
             if said[other].done != mine.done:
@@ -260,23 +251,17 @@ class Agreement:
         except TransportError as error:
             self._failures.raise_first(error)
 
-    def __repr__(self) -> str:
-        return f"<Agreement: {self.rounds} rounds, {self.steps} steps>"
 
-
-#: groups of scripts, and what is called before a barrier of each
-_answering: list[tuple[Any, Callable[[], None]]] = []
-_guarded = False
+#: what is called before a barrier of a script's group, and which
+_answering: list[tuple[Callable[[], None], Any]] = []
 
 
 def answer_in_barriers(group: dist.ProcessGroup, answer: Callable[[], None]) -> Callable[[], None]:
     """Calls ``answer`` before each barrier of ``group`` from now on; returns what ends that."""
-    global _guarded
-    if not _guarded:
-        _guarded = True
-        kind: Any = dist.ProcessGroup
+    kind: Any = dist.ProcessGroup
+    if not hasattr(kind.barrier, "is_answered"):
         kind.barrier = _answered(kind.barrier)
-    entry = group, answer
+    entry = answer, group
     _answering.append(entry)
 
     def end() -> None:
@@ -289,9 +274,9 @@ def answer_in_barriers(group: dist.ProcessGroup, answer: Callable[[], None]) -> 
 def _answered(barrier: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(barrier)
     def call(group: Any, *args: Any, **kwargs: Any) -> Any:
-        for known, answer in list(_answering):
-            if known is group:
-                answer()
+        for answer in [answer for answer, known in _answering if known is group]:
+            answer()
         return barrier(group, *args, **kwargs)
 
+    call.is_answered = True  # type: ignore[attr-defined]
     return call

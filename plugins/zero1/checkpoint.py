@@ -16,26 +16,15 @@ import torch
 
 from bytesched.errors import PluginError
 
+from ..planned.bundles import Slot
+from .ownership import Piece
+from .states import States
+
 #: names of modules inside wrappers of torch
 _WRAPPERS: Final = ("module", "_orig_mod")
 
 #: offsets and sizes along each dimension
 _Box: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
-
-
-@dataclass(frozen=True)
-class HeldEntry:
-    """The state of one parameter, as far as it is here."""
-
-    #: of the parameter, without the prefix of a wrapper
-    name: str
-    #: the live state
-    entry: dict[str, Any]
-    #: of the parameter, with the strides that its state has
-    like: torch.Tensor
-    #: the elements of it that are here, in memory order
-    start_at: int
-    stop_at: int
 
 
 class HeldTensor(torch.Tensor):
@@ -44,21 +33,21 @@ class HeldTensor(torch.Tensor):
     _pieces: dict[torch.Size, torch.Tensor]
 
     @staticmethod
-    def __new__(cls, held: HeldEntry, value: torch.Tensor) -> HeldTensor:
+    def __new__(cls, like: torch.Tensor, here: Piece, value: torch.Tensor) -> HeldTensor:
         made: HeldTensor = torch.Tensor._make_wrapper_subclass(
-            cls, held.like.shape, dtype=value.dtype, device=value.device
+            cls, like.shape, dtype=value.dtype, device=value.device
         )
         return made
 
-    def __init__(self, held: HeldEntry, value: torch.Tensor) -> None:
+    def __init__(self, like: torch.Tensor, here: Piece, value: torch.Tensor) -> None:
         self._pieces = {}
         # In the order of memory, in which the elements that are here are a range.
-        shape, strides = held.like.shape, held.like.stride()
+        shape, strides = like.shape, like.stride()
         order = sorted(range(len(shape)), key=lambda d: -strides[d])
         back = sorted(range(len(order)), key=order.__getitem__)
         flat = value.as_strided((value.numel(),), (1,))
         at = 0
-        for offsets, sizes in boxes_of([shape[d] for d in order], held.start_at, held.stop_at):
+        for offsets, sizes in boxes_of([shape[d] for d in order], here.start, here.stop):
             piece = flat[at : at + prod(sizes)].view(sizes).permute(back)
             at += prod(sizes)
             self._pieces[torch.Size([offsets[d] for d in back])] = piece
@@ -107,45 +96,50 @@ class ShardedState:
     """What `torch.distributed.checkpoint` saves and loads of one optimizer; see `sharded_state`."""
 
     _optimizer: torch.optim.Optimizer
-    #: its entries that are here, when nothing is outstanding
-    _held: Callable[[], list[HeldEntry]]
-    #: of its parameters, by their id
-    _names: dict[int, str]
+    _states: States
+    #: applies what is outstanding
+    _synchronize: Callable[[], None]
+
+    def _held(self) -> Iterator[tuple[Slot, Piece, dict[str, Any]]]:
+        self._synchronize()
+        if self._states.ownership is None:
+            raise PluginError("no rank owns anything before the first backward pass")
+        return self._states.here(self._optimizer.state)
 
     def state_dict(self) -> dict[str, Any]:
         """In the layout of torch's `get_optimizer_state_dict`. Raises PluginError."""
         state = {
-            held.name: {
-                key: HeldTensor(held, value) if _is_elementwise(held, value) else value
-                for key, value in held.entry.items()
+            plain_name(slot.name): {
+                key: HeldTensor(slot.parameter, here, value)
+                if _is_elementwise(slot.parameter, here, value)
+                else value
+                for key, value in entry.items()
             }
-            for held in self._held()
+            for slot, here, entry in self._held()
         }
+        names = {id(slot.parameter): plain_name(slot.name) for slot in self._states.slots}
         groups = []
         for group in self._optimizer.param_groups:
-            unknown = [p for p in group["params"] if id(p) not in self._names]
+            unknown = [p for p in group["params"] if id(p) not in names]
             if unknown:
                 raise PluginError(
                     f"a parameter of shape {tuple(unknown[0].shape)} is in the optimizer and not "
                     "in the wrapped model: it has no name in a checkpoint of shards; save "
                     "optimizer.state_dict() instead"
                 )
-            groups.append({**group, "params": [self._names[id(p)] for p in group["params"]]})
+            groups.append({**group, "params": [names[id(p)] for p in group["params"]]})
         return {"state": state, "param_groups": groups}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes what was read over; tensors were read in place."""
-        for held in self._held():
-            for key, value in state_dict["state"].get(held.name, {}).items():
+        for slot, _, entry in self._held():
+            for key, value in state_dict["state"].get(plain_name(slot.name), {}).items():
                 if not isinstance(value, HeldTensor):
-                    held.entry[key] = value
+                    entry[key] = value
         for group, loaded in zip(
             self._optimizer.param_groups, state_dict["param_groups"], strict=True
         ):
             group.update({key: value for key, value in loaded.items() if key != "params"})
-
-    def __repr__(self) -> str:
-        return f"<ShardedState of {type(self._optimizer).__name__}>"
 
 
 def boxes_of(shape: Sequence[int], start_at: int, stop_at: int) -> Iterator[_Box]:
@@ -176,9 +170,9 @@ def plain_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
-def _is_elementwise(held: HeldEntry, value: object) -> bool:
-    """Whether ``value`` has one element for each of the parameter's that is here."""
+def _is_elementwise(like: torch.Tensor, here: Piece, value: object) -> bool:
+    """Whether ``value`` has one element for each of those of ``like`` that are here."""
     if not isinstance(value, torch.Tensor) or not value.dim():
         return False
-    whole = value.shape == held.like.shape and value.stride() == held.like.stride()
-    return whole or value.shape == (held.stop_at - held.start_at,)
+    whole = value.shape == like.shape and value.stride() == like.stride()
+    return whole or value.shape == (here.numel,)

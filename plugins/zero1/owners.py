@@ -3,35 +3,31 @@
 from __future__ import annotations
 
 import logging
-import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from bytesched.errors import PluginError, TransportError
-from bytesched.observe import Observers
 
-from ..dependency.failures import Failures
-from ..figures.meter import Meter
 from ..layout import is_dense
 from ..planned.buckets import Bucket, Member
 from ..planned.bundles import Slot
 from ..planned.spans import Carried
+from ..planned.updates import Parts
 from ..planned.wire import Exchanging
 from ..queries import digest
 from ..routes.groups.group import Group
 from ..update.separable import is_elementwise
 from .agreement import Agreement, Kind, answer_in_barriers
-from .checkpoint import HeldEntry, ShardedState, plain_name
+from .checkpoint import ShardedState
 from .ownership import Ownership
 from .questions import OwnersQuestions
 from .states import States
-from .sums import Row, Sums, range_of
+from .sums import BucketRow, Row, range_of
 
 log = logging.getLogger("bytesched")
 
@@ -40,7 +36,6 @@ class Owners:
     """Which ranks own what, and everything that is carried for it.
 
     Args:
-        slots: all parameters of the model, in registration order.
         group: of Gloo, for statements alone.
         base: of the script, with the same ranks.
         reduced: those whose gradients are summed; each rank updates all others by itself.
@@ -49,36 +44,31 @@ class Owners:
 
     def __init__(
         self,
-        slots: Sequence[Slot],
+        parts: Parts,
         wire: Exchanging,
         group: Group,
         base: dist.ProcessGroup,
         reduced: Sequence[nn.Parameter],
-        failures: Failures,
-        meter: Meter,
-        observers: Observers,
         *,
         run_bytes: int,
     ) -> None:
         self._wire = wire
         self._reduced = {id(parameter) for parameter in reduced}
-        self._slots = [slot for slot in slots if id(slot.parameter) in self._reduced]
+        self._slots = [slot for slot in parts.slots if id(slot.parameter) in self._reduced]
         _refuse_overlaps(self._slots)
-        self._failures = failures
-        self._meter = meter
+        self._failures = parts.failures
+        self._meter = parts.meter
         self.run_bytes = run_bytes
         self.ranks = wire.size
-        #: of parameters, on their way since the last steps, as long as anything waits for them; and
-        #: works of those that this rank has sent all of
-        self._rows: list[weakref.ref[Row]] = []
-        self._sends: list[Any] = []
+        #: of this round, whose sums are under way; and of parameters, since the last steps
+        self._summing: list[BucketRow] = []
+        self._rows: list[Row] = []
         #: the optimizer's own ``step()`` is running
         self.is_stepping = False
-        self.states = States(self._slots, lambda number: self._agreement.ask_states(number))
-        self._agreement = Agreement(group, failures, self.states.answer)
+        self.states = States(self._slots, lambda number: self._agreement.say(Kind.STATE, number))
+        self._agreement = Agreement(group, parts.failures, self.states.answer)
         self.leave, self.disown = self._agreement.leave, self._agreement.disown
-        self._carried = Carried(observers)
-        self._sums = Sums(wire, self._carried, self._wait)
+        self._carried = Carried(parts.observers)
         self.questions = OwnersQuestions(
             wire.rank,
             self.owned,
@@ -137,10 +127,7 @@ class Owners:
     # -- gradients ---------------------------------------------------------------------
 
     def forward_begins(self) -> None:
-        """A forward pass begins in which DDP waits for all ranks.
-
-        One that asks for a state is answered before that.
-        """
+        """A forward pass begins in which DDP waits for all: who asks for a state is answered."""
         self._agreement.say(Kind.FORWARD)
 
     def round_begins(self) -> None:
@@ -148,54 +135,75 @@ class Owners:
         self._refuse_half_a_step()
         # What was sent before is here: its parameters have been used.
         self._rows.clear()
-        self._sends.clear()
         self._agreement.rounds += 1
         self._carried.round_begins()
 
     def start(self, bucket: Bucket) -> None:
         """The sums of ``bucket`` go to their owners. In a hook of the reducer: nothing waits."""
-        self._sums.start(bucket, self.ownership)
+        row: BucketRow = bucket.row or BucketRow(bucket, self.ownership, self.ranks)
+        bucket.row, bucket.is_with_owners = row, True
+        self._carried.begin(partial(row.begin_sum, self._wire), row.name, row.nbytes)
+        self._summing.append(row)
+        # What came is added up beside backward, and its memory goes.
+        while self._summing and not self._wire.has_streams and self._summing[0].work.is_completed():
+            self._add_first()
+
+    def _finish_sums(self) -> None:
+        """Returns when this rank has the sums of all that it owns."""
+        while self._summing:
+            self._add_first()
+
+    def _add_first(self) -> None:
+        row = self._summing.pop(0)
+        self._wait(row)
+        row.add()
+
+    def _wait(self, row: BucketRow) -> None:
+        try:
+            self._wire.wait(row.work, row.name)
+        except TransportError as error:
+            self._failures.raise_first(error)
 
     def bring(self, buckets: Sequence[Bucket], by: str) -> None:
         """Returns when no sum is under way, and those of ``buckets`` are here; collective."""
-        began = self._meter.moment()
         if not buckets:
-            self._sums.finish()
+            self._finish_sums()
             return
+        began = self._meter.moment()
         self._agreement.say(Kind.READ, digest(str([bucket.chunks[0].index for bucket in buckets])))
-        self._sums.bring(buckets)
-        self._meter.waited(by, began, is_exposed=True)
+        self._finish_sums()
+        for bucket in buckets:
+            begin = partial(bucket.row.begin_return, self._wire)
+            self._carried.begin(begin, bucket.row.name, bucket.row.nbytes)
+        for bucket in buckets:
+            self._wait(bucket.row)
+            bucket.row.put()
+        self._meter.waited(by, began)
 
     def _numbers(self, text: str, measured: Callable[[], torch.Tensor]) -> torch.Tensor:
         began = self._meter.moment()
         self._agreement.say(Kind.ASK, digest(text))
-        self._sums.finish()
+        self._finish_sums()
         try:
             mine = measured()
         except Exception as error:  # noqa: BLE001 - it is raised here, and ends the others
             self._failures.raise_first(error)
         numbers = self._agreement.numbers(mine)
-        waited_ns = self._meter.waited("norm of all gradients", began, is_exposed=True)
+        waited_ns = self._meter.waited("norm of all gradients", began)
         self._meter.causes.asked(waited_ns)
         return numbers
 
     # -- steps -------------------------------------------------------------------------
 
     def steps(self, optimizer: int, names: Sequence[str], members: Sequence[Member]) -> None:
-        """Returns when the sums that a step takes are with their owners.
-
-        Args:
-            optimizer: its number.
-            names: of the parameters that it steps over.
-            members: their gradients, as far as they are outstanding.
-        """
+        """Returns when the sums of ``members``, which a step takes, are with their owners."""
         self._refuse_half_a_step()
         began = self._meter.moment()
         self._agreement.steps += 1
         histories = [member.history for member in members]
         self._agreement.say(Kind.STEP, digest(str((optimizer, names, histories))))
-        self._sums.finish()
-        self._meter.waited("step", began, is_exposed=True)
+        self._finish_sums()
+        self._meter.waited("step", began)
 
     def _refuse_half_a_step(self) -> None:
         if self.is_stepping:
@@ -208,10 +216,8 @@ class Owners:
 
     def send(self, row: Row, mine: Sequence[torch.Tensor]) -> None:
         """Begins to send ``mine`` of ``row``, and to take what others own of it."""
-        self._carried.begin(partial(row.begin, self._wire, mine), row.name, row.sent.nbytes)
-        self._rows.append(weakref.ref(row))
-        if not row.sent.numel():
-            self._sends.append(row.work)
+        self._carried.begin(partial(row.begin, self._wire, mine), row.name, row.nbytes)
+        self._rows.append(row)
 
     @property
     def busy_ns(self) -> int:
@@ -219,25 +225,13 @@ class Owners:
         spans = self._carried.spans
         return spans.busy_ns() if spans.is_complete else 0
 
-    def _wait(self, work: Any, name: str) -> None:
-        try:
-            self._wire.wait(work, name)
-        except TransportError as error:
-            self._failures.raise_first(error)
-
     # -- other ranks -------------------------------------------------------------------
 
     def state_of(
         self, optimizer: torch.optim.Optimizer, synchronize: Callable[[], None]
     ) -> ShardedState:
         """What this rank holds of the state of ``optimizer``; see `bytesched.sharded_state`."""
-
-        def held() -> list[HeldEntry]:
-            synchronize()
-            return self.states.held(optimizer)
-
-        names = {id(slot.parameter): plain_name(slot.name) for slot in self._slots}
-        return ShardedState(optimizer, held, names)
+        return ShardedState(optimizer, self.states, synchronize)
 
     def refuse_late(self) -> None:
         """Raises `PluginError` where an optimizer comes too late to be dealt with."""
@@ -261,16 +255,14 @@ class Owners:
 
     def let_go(self) -> None:
         """Nothing is under way any more: works keep connections open."""
+        rows: list[BucketRow | Row] = [*self._summing, *self._rows]
         if not self._wire.has_streams:
-            rows = [row() for row in self._rows]
-            works = [row.work for row in rows if row is not None and row.work is not None]
-            self._wire.wait_left([*self._sums.works(), *works, *self._sends])
-        self._sums.let_go()
+            self._wire.wait_left([row.work for row in rows if row.work is not None])
+        for row in self._rows:
+            row.work = None
+            row.let_go()
+        self._summing.clear()
         self._rows.clear()
-        self._sends.clear()
-
-    def __repr__(self) -> str:
-        return f"<Owners: {self.states.ownership or 'nothing is dealt'}>"
 
 
 def _refuse_overlaps(slots: Sequence[Slot]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Final
 
 import torch
@@ -67,13 +68,8 @@ class Ownership:
                 pieces = [Piece(owner, 0, numel)]
             else:
                 ends = bounds_of(numel, ranks)
-                starts = [0, *ends[:-1]]
-                pieces = [Piece(r, a, b) for r, (a, b) in enumerate(zip(starts, ends, strict=True))]
+                pieces = [Piece(r, a, b) for r, (a, b) in enumerate(pairwise([0, *ends]))]
             self.pieces[id(slot.parameter)] = pieces
-        self._own = {
-            key: next((piece for piece in pieces if piece.rank == rank), None)
-            for key, pieces in self.pieces.items()
-        }
 
     def of(self, parameter: torch.Tensor) -> list[Piece]:
         """Those of ``parameter``."""
@@ -81,19 +77,17 @@ class Ownership:
 
     def own(self, parameter: torch.Tensor) -> Piece | None:
         """What this rank updates of it."""
-        return self._own[id(parameter)]
+        pieces = self.pieces[id(parameter)]
+        piece = pieces[self.rank if len(pieces) > 1 else 0]
+        return piece if piece.rank == self.rank else None
 
     def is_whole_here(self, parameter: torch.Tensor) -> bool:
         """Whether this rank updates all of it."""
-        return len(self.pieces[id(parameter)]) == 1 and self._own[id(parameter)] is not None
+        return not self.is_cut(parameter) and self.own(parameter) is not None
 
     def is_cut(self, parameter: torch.Tensor) -> bool:
         """Whether each rank updates a part of it."""
         return len(self.pieces[id(parameter)]) > 1
-
-    def __repr__(self) -> str:
-        cut = sum(len(pieces) > 1 for pieces in self.pieces.values())
-        return f"<Ownership of {len(self.pieces)} parameters, {cut} of them by all ranks>"
 
 
 class Part:
@@ -129,6 +123,3 @@ class Part:
                 "shard=True, set memory formats before the first backward pass"
             )
         return elements(tensor, self.like, piece.start, piece.stop)
-
-    def __repr__(self) -> str:
-        return f"<Part {self._slot.name}[{self.piece.start}:{self.piece.stop}]>"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,6 @@ from ..layout import elements
 from ..planned.bundles import Slot
 from ..update.deferred import Deferred
 from ..update.optimizer_state import GuardedState
-from .checkpoint import HeldEntry, plain_name
 from .ownership import Ownership, Piece
 
 
@@ -31,7 +30,7 @@ class States:
     """
 
     def __init__(self, slots: Sequence[Slot], ask: Callable[[int], list[bytes]]) -> None:
-        self._slots = slots
+        self.slots = slots
         self._ask = ask
         #: who owns what, once that is dealt
         self.ownership: Ownership | None = None
@@ -88,82 +87,65 @@ class States:
             return
         state = _state_of(deferred)
         mine = deferred.parameter_ids()
-        elsewhere = []
-        for slot in self._slots:
-            parameter = slot.parameter
-            if id(parameter) not in mine:
-                continue
-            own = ownership.own(parameter)
-            if own is None or ownership.is_cut(parameter):
-                elsewhere.append(parameter)
-            entry = dict.get(state, parameter)
-            if entry is None:
-                continue
+        slots = [slot for slot in self.slots if id(slot.parameter) in mine]
+        for slot in slots:
+            own = ownership.own(slot.parameter)
             if own is None:
-                dict.pop(state, parameter, None)
-            elif ownership.is_cut(parameter):
-                dict.__setitem__(state, parameter, _cut(entry, slot, own))
-        state.lies_elsewhere(elsewhere, partial(self._whole_state, deferred))
+                dict.pop(state, slot.parameter, None)
+            elif (entry := dict.get(state, slot.parameter)) is not None:
+                dict.__setitem__(state, slot.parameter, self._cut(entry, slot, own))
+        elsewhere = [s.parameter for s in slots if not ownership.is_whole_here(s.parameter)]
+        state.lies_elsewhere(elsewhere, partial(self._gather, deferred))
 
-    def _entries(self, deferred: Deferred) -> dict[int, Any]:
-        """Those that this rank owns, by position in the model."""
-        if (ownership := self.ownership) is None:
-            return {}
-        state, _ = self._kept[self.number_of(deferred)]
-        if deferred.is_alive:
-            # It may have been loaded, or replaced, since the last step.
-            state = _state_of(deferred)
+    def _cut(self, entry: dict[str, Any], slot: Slot, piece: Piece) -> dict[str, Any]:
+        """Of the state of a whole parameter, that of one piece; of such a piece, itself."""
+        parameter = slot.parameter
+        assert self.ownership is not None
+        if not self.ownership.is_cut(parameter):
+            return entry
         return {
-            # After `restore` there are whole ones.
-            position: _cut(entry, slot, own) if ownership.is_cut(slot.parameter) else dict(entry)
-            for position, slot in enumerate(self._slots)
-            if (entry := dict.get(state, slot.parameter)) is not None
-            and (own := ownership.own(slot.parameter)) is not None
+            name: elements(value, parameter, piece.start, piece.stop).clone()
+            if isinstance(value, torch.Tensor) and value.shape == parameter.shape
+            else value
+            for name, value in entry.items()
         }
 
-    def held(self, optimizer: torch.optim.Optimizer) -> list[HeldEntry]:
-        """The live entries of ``optimizer`` that are here; nothing may be outstanding."""
+    def here(self, state: dict[Any, Any]) -> Iterator[tuple[Slot, Piece, dict[str, Any]]]:
+        """The live entries of an optimizer's ``state`` that this rank owns; none may be owed."""
         if self.ownership is None:
-            raise PluginError("no rank owns anything before the first backward pass")
-        found = []
-        for slot in self._slots:
-            entry = dict.get(optimizer.state, slot.parameter)
-            own = self.ownership.own(slot.parameter)
+            return
+        for slot in self.slots:
+            entry, own = dict.get(state, slot.parameter), self.ownership.own(slot.parameter)
             if entry is not None and own is not None:
-                found.append(
-                    HeldEntry(plain_name(slot.name), entry, slot.parameter, own.start, own.stop)
-                )
-        return found
+                yield slot, own, entry
 
     # -- other ranks -------------------------------------------------------------------
 
     def answer(self, number: int) -> bytes:
         """The entries here of an optimizer, for another rank."""
+        deferred, (state, _) = self.optimizers[number], self._kept[number]
+        if deferred.is_alive:
+            # It may have been loaded, or replaced, since the last step.
+            state = _state_of(deferred)
+        here = self.here(state)
         buffer = io.BytesIO()
-        torch.save(self._entries(self.optimizers[number]), buffer)
+        # After `restore` there are whole ones.
+        torch.save({s.name: dict(self._cut(entry, s, own)) for s, own, entry in here}, buffer)
         return buffer.getvalue()
 
-    def _gather(self, deferred: Deferred) -> dict[int, Any]:
-        """All entries of an optimizer, by position in the model."""
-        device = self._slots[0].parameter.device
+    def _gather(self, deferred: Deferred) -> dict[Any, Any]:
+        """All entries of an optimizer, by parameter, in the order of its groups; collective."""
+        device = self.slots[0].parameter.device
         found = [_unpacked(answer, device) for answer in self._ask(self.number_of(deferred))]
         assert self.ownership is not None
-        ownership = self.ownership
-        return {
-            position: _whole(slot, pieces, [found[piece.rank][position] for piece in pieces])
-            for position, slot in enumerate(self._slots)
-            if (pieces := ownership.of(slot.parameter))
-            and all(position in found[piece.rank] for piece in pieces)
-        }
-
-    def _whole_state(self, deferred: Deferred) -> dict[Any, Any]:
-        """All entries by parameter, in the order of the optimizer's groups."""
-        entries = {
-            self._slots[position].parameter: entry
-            for position, entry in self._gather(deferred).items()
-        }
+        whole = {}
+        for slot in self.slots:
+            pieces = self.ownership.of(slot.parameter)
+            entries = [found[piece.rank].get(slot.name) for piece in pieces]
+            if None not in entries:
+                whole[slot.parameter] = _whole(slot, pieces, entries)
         groups = deferred.optimizer.param_groups
-        return {p: entries[p] for group in groups for p in group["params"] if p in entries}
+        return {p: whole[p] for group in groups for p in group["params"] if p in whole}
 
     def _complete(
         self, deferred: Deferred, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]
@@ -176,10 +158,8 @@ class States:
             for parameter in group["params"]:
                 index_of.setdefault(id(parameter), len(index_of))
         state = dict(state_dict["state"])
-        for position, entry in self._gather(deferred).items():
-            index = index_of.get(id(self._slots[position].parameter))
-            if index is not None:
-                state[index] = entry
+        for parameter, entry in self._gather(deferred).items():
+            state[index_of[id(parameter)]] = entry
         numbered = {key: state[key] for key in sorted(k for k in state if isinstance(k, int))}
         state_dict["state"] = {**numbered, **state}
         return state_dict
@@ -191,13 +171,10 @@ class States:
                 # Others may have it still, and ask.
                 self._ask(self.number_of(deferred))
                 continue
-            state, entries = _state_of(deferred), self._whole_state(deferred)
+            state, entries = _state_of(deferred), self._gather(deferred)
             others = {key: entry for key, entry in dict.items(state) if key not in entries}
             state.restore({**entries, **others})
         self.close()
-
-    def __repr__(self) -> str:
-        return f"<States of {len(self.optimizers)} optimizers>"
 
 
 def _state_of(deferred: Deferred) -> GuardedState:
@@ -206,17 +183,6 @@ def _state_of(deferred: Deferred) -> GuardedState:
     state = deferred.optimizer.state
     assert isinstance(state, GuardedState)
     return state
-
-
-def _cut(entry: dict[str, Any], slot: Slot, piece: Piece) -> dict[str, Any]:
-    """Of the state of a whole parameter, that of one piece; of such a piece, itself."""
-    parameter = slot.parameter
-    return {
-        name: elements(value, parameter, piece.start, piece.stop).clone()
-        if isinstance(value, torch.Tensor) and value.shape == parameter.shape
-        else value
-        for name, value in entry.items()
-    }
 
 
 def _whole(

@@ -1,153 +1,116 @@
-"""Sums of gradients on their way to owners, and back to those who read them; and new parameters.
+"""What ranks send each other: sums of gradients to owners and back, and new parameters.
 
 Gloo's reduce-scatter costs a whole all-reduce; an all-to-all and a sum in the order of ranks half.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Any
 
 import torch
 
 from ..planned.buckets import Bucket, Member, Sent
-from ..planned.bundles import Slot, Update
-from ..planned.spans import Carried
+from ..planned.bundles import Slot
 from ..planned.wire import Exchanging
 from ..update.surroundings import unseen
-from .ownership import Ownership, Part, Piece
+from .ownership import Ownership, Piece
 
 
-class _Row:
+class _Shares:
+    """Numbers of which each rank owns some, in the order of ranks; ``numels`` says how many."""
+
+    def __init__(self, numels: Sequence[int], rank: int) -> None:
+        #: what comes from each other rank, and goes to it, when owners send to all
+        self._theirs = [0 if other == rank else numel for other, numel in enumerate(numels)]
+        self._mine = [0 if other == rank else numels[rank] for other in range(len(numels))]
+
+    def to_owners(self, wire: Exchanging, sent: torch.Tensor) -> tuple[Any, torch.Tensor]:
+        """Begins to send what others own, and to take theirs of what this rank does.
+
+        Returns the work, and the memory of what comes.
+        """
+        return self._begin(wire, sent, self._mine, self._theirs)
+
+    def to_all(self, wire: Exchanging, own: Sequence[torch.Tensor]) -> tuple[Any, torch.Tensor]:
+        """Begins to send what this rank owns, and to take what others do; returns the same."""
+        sent = torch.cat([*own] * (wire.size - 1))
+        return self._begin(wire, sent, self._theirs, self._mine)
+
+    def _begin(
+        self, wire: Exchanging, sent: torch.Tensor, into: Sequence[int], sends: Sequence[int]
+    ) -> tuple[Any, torch.Tensor]:
+        came, size = sent.new_empty(sum(into)), sent.element_size()
+        # As bytes: carriers know not all kinds of numbers.
+        work = wire.all_to_all(
+            came.view(torch.uint8),
+            sent.view(torch.uint8),
+            [numel * size for numel in into],
+            [numel * size for numel in sends],
+        )
+        return work, came
+
+
+class BucketRow:
     """One bucket, as its owners see it."""
 
     def __init__(self, bucket: Bucket, ownership: Ownership, ranks: int) -> None:
-        self.bucket = bucket
+        self._bucket = bucket
         self.name = bucket.chunks[0].name
+        self.nbytes = bucket.buffer.nbytes
         ranges: list[list[tuple[int, int]]] = [[] for _ in range(ranks)]
         for member in bucket.members:
             for piece in ownership.of(member.parameter):
                 _append(ranges[piece.rank], *range_of(member, piece))
-        numels = [sum(b - a for a, b in some) for some in ranges]
-        rank = ownership.rank
-        #: how many numbers go one way and come the other: of what this rank owns, and others do
-        self._mine = [0 if other == rank else numels[rank] for other in range(ranks)]
-        self._theirs = [0 if other == rank else numel for other, numel in enumerate(numels)]
-        self._own = ranges.pop(rank)
+        self._shares = _Shares([sum(b - a for a, b in some) for some in ranges], ownership.rank)
+        self._own = ranges.pop(ownership.rank)
         #: in the order of ranks
         self._others = [*chain.from_iterable(ranges)]
-        self._received: torch.Tensor | None = None
+        self._came: torch.Tensor | None = None
         self.work: Any = None
 
     def begin_sum(self, wire: Exchanging) -> Any:
         """Begins to send what others own, and to take theirs of what this rank owns."""
-        return self._begin(wire, self._of(self._others), self._mine, self._theirs)
+        parts = self._of(self._others)
+        is_apart = len(parts) == 1 and not self._bucket.holds_gradients
+        with unseen():
+            sent = parts[0] if is_apart else torch.cat([self._bucket.buffer[:0], *parts])
+            self.work, self._came = self._shares.to_owners(wire, sent)
+        return self.work
 
     def add(self) -> None:
         """Makes the sums of what this rank owns, where they belong in the bucket."""
         own = self._of(self._own)
         sizes = [part.numel() for part in own]
-        taken = self._taken()
+        came = self._taken()
         with unseen():
-            for theirs in taken.view(-1, sum(sizes)) if own else ():
+            for theirs in came.view(-1, sum(sizes)) if own else ():
                 torch._foreach_add_(own, list(theirs.split(sizes)))
 
     def begin_return(self, wire: Exchanging) -> Any:
         """Begins to send what this rank has summed to all, and to take the other sums."""
-        return self._begin(wire, self._of(self._own) * (wire.size - 1), self._theirs, self._mine)
+        with unseen():
+            own = [self._bucket.buffer[:0], *self._of(self._own)]
+            self.work, self._came = self._shares.to_all(wire, own)
+        return self.work
 
     def put(self) -> None:
         """What came by `begin_return` is in its place."""
-        parts = self._of(self._others)
-        with unseen():
-            if parts:
+        if parts := self._of(self._others):
+            with unseen():
                 came = self._taken().split([part.numel() for part in parts])
                 torch._foreach_copy_(parts, list(came))
 
-    def _begin(
-        self, wire: Exchanging, parts: list[torch.Tensor], into: Sequence[int], sends: Sequence[int]
-    ) -> Any:
-        buffer = self.bucket.buffer
-        if len(parts) == 1 and not self.bucket.holds_gradients:
-            sent = parts[0]
-        else:
-            with unseen():
-                sent = torch.cat([buffer[:0], *parts])
-        self._received = buffer.new_empty(sum(into))
-        self.work = exchanged(wire, self._received, sent, into, sends)
-        return self.work
-
     def _taken(self) -> torch.Tensor:
         """What came; it is kept here no longer."""
-        received, self._received, self.work = self._received, None, None
-        assert received is not None
-        return received
+        came, self._came, self.work = self._came, None, None
+        assert came is not None
+        return came
 
     def _of(self, ranges: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
         # Not kept: uses of a bucket's memory are counted.
-        return [self.bucket.buffer[a:b] for a, b in ranges]
-
-
-class Sums:
-    """Those of one round after another."""
-
-    def __init__(
-        self, wire: Exchanging, carried: Carried, wait: Callable[[Any, str], None]
-    ) -> None:
-        self._wire = wire
-        self._carried = carried
-        self._wait = wait
-        #: of this round, those that are under way
-        self._under_way: list[_Row] = []
-
-    def start(self, bucket: Bucket, ownership: Ownership) -> None:
-        """Its sums begin to go to their owners. In a hook of the reducer: nothing waits here."""
-        row = bucket.row
-        if row is None:
-            row = bucket.row = _Row(bucket, ownership, self._wire.size)
-        bucket.is_with_owners = True
-        self._carried.begin(partial(row.begin_sum, self._wire), row.name, bucket.buffer.nbytes)
-        self._under_way.append(row)
-        if not self._wire.has_streams:
-            # What came is added up beside backward, and its memory goes.
-            while self._under_way and self._under_way[0].work.is_completed():
-                self._add(self._under_way.pop(0))
-
-    def finish(self) -> None:
-        """Returns when this rank has the sums of all that it owns."""
-        while self._under_way:
-            self._add(self._under_way.pop(0))
-
-    def _add(self, row: _Row) -> None:
-        self._wait(row.work, row.name)
-        row.add()
-
-    def bring(self, buckets: Sequence[Bucket]) -> None:
-        """Returns when all sums of ``buckets`` are here; collective."""
-        self.finish()
-        rows = [bucket.row for bucket in buckets]
-        works = [
-            self._carried.begin(
-                partial(row.begin_return, self._wire), row.name, row.bucket.buffer.nbytes
-            )
-            for row in rows
-        ]
-        for row, work in zip(rows, works, strict=True):
-            self._wait(work, row.name)
-            row.put()
-
-    def works(self) -> list[Any]:
-        """What is under way."""
-        return [row.work for row in self._under_way]
-
-    def let_go(self) -> None:
-        """Nothing is under way any more."""
-        self._under_way.clear()
-
-    def __repr__(self) -> str:
-        return f"<Sums: {len(self._under_way)} buckets under way>"
+        return [self._bucket.buffer[a:b] for a, b in ranges]
 
 
 def range_of(member: Member, piece: Piece) -> tuple[int, int]:
@@ -163,118 +126,65 @@ def _append(ranges: list[tuple[int, int]], start: int, stop: int) -> None:
         ranges.append((start, stop))
 
 
-def exchanged(
-    wire: Exchanging,
-    into: torch.Tensor,
-    sent: torch.Tensor,
-    into_numels: Sequence[int],
-    sent_numels: Sequence[int],
-) -> Any:
-    """Begins to send each rank so many numbers of ``sent``, and to take as many; returns the work.
+class Row(Sent):
+    """New values of some parameters of one type: from each rank what it owns; as in each step."""
 
-    As bytes: carriers know not all kinds of numbers.
-    """
-    size = into.element_size()
-    return wire.all_to_all(
-        into.view(torch.uint8),
-        sent.view(torch.uint8),
-        [numel * size for numel in into_numels],
-        [numel * size for numel in sent_numels],
-    )
-
-
-class Layout:
-    """Where pieces of some parameters lie in what one operation brings; the same for each step."""
+    __slots__ = ("_came", "_left", "_shares", "nbytes", "slots")
 
     def __init__(self, index: int, slots: Sequence[Slot], ownership: Ownership, ranks: int) -> None:
-        self.index = index
+        first = slots[0]
+        name = first.name if len(slots) == 1 else f"{first.name}..{slots[-1].name}"
+        super().__init__(index, first.parameter.new_empty(0, requires_grad=False), name)
         self.slots = slots
-        first = slots[0].name
-        self.name = first if len(slots) == 1 else f"{first}..{slots[-1].name}"
-        owned: list[list[tuple[int, Piece]]] = [[] for _ in range(ranks)]
+        owned: list[list[tuple[Slot, Piece]]] = [[] for _ in range(ranks)]
         for slot in slots:
             for piece in ownership.of(slot.parameter):
-                owned[piece.rank].append((id(slot), piece))
-        #: by rank, how many numbers come from it, and how many go to each other one
-        self.numels = [sum(piece.numel for _, piece in some) for some in owned]
-        self.own, self.numels[ownership.rank] = self.numels[ownership.rank], 0
-        owned[ownership.rank] = []
-        #: by the id of its slot, where each piece lies, in the order of ranks
-        self.ranges: dict[tuple[int, Piece], tuple[int, int]] = {}
+                owned[piece.rank].append((slot, piece))
+        numels = [sum(piece.numel for _, piece in some) for some in owned]
+        self._shares = _Shares(numels, ownership.rank)
+        del owned[ownership.rank]
+        #: by slot, each piece that comes, and where it begins
+        self._came: dict[Slot, list[tuple[Piece, int]]] = {}
         at = 0
-        for key, piece in chain.from_iterable(owned):
-            self.ranges[key, piece] = at, at + piece.numel
+        for slot, piece in chain.from_iterable(owned):
+            self._came.setdefault(slot, []).append((piece, at))
             at += piece.numel
-
-
-class Row(Sent):
-    """New values of some parameters: from each rank those that it owns."""
-
-    __slots__ = ("__weakref__", "_layout", "slots")
-
-    def __init__(self, layout: Layout) -> None:
-        self._layout = layout
-        self.slots = layout.slots
-        memory = self.slots[0].parameter.new_empty(sum(layout.numels), requires_grad=False)
-        super().__init__(layout.index, memory, layout.name)
+        #: that come
+        self.nbytes = at * first.parameter.element_size()
+        #: slots that have not taken what came
+        self._left = 0
 
     def begin(self, wire: Exchanging, mine: Sequence[torch.Tensor]) -> Any:
         """Begins to send ``mine``, what this rank owns of it, and to take what others own."""
         with unseen():
-            sent = torch.cat([self.sent[:0], *mine] * (wire.size - 1))
-        own = [0 if rank == wire.rank else self._layout.own for rank in range(wire.size)]
-        self.work = exchanged(wire, self.sent, sent, self._layout.numels, own)
+            self.work, self.sent = self._shares.to_all(wire, [self.sent[:0], *mine])
+        self.landed_on, self._left = None, len(self._came)
         return self.work
 
-    def of(self, slot: Slot, piece: Piece) -> torch.Tensor:
-        """What came of ``piece``."""
-        start, stop = self._layout.ranges[id(slot), piece]
-        return self.sent[start:stop]
+    def take(self, slot: Slot) -> list[tuple[Piece, torch.Tensor]]:
+        """What came of ``slot``; once."""
+        came = [(piece, self.sent[at : at + piece.numel]) for piece, at in self._came[slot]]
+        self._left -= 1
+        if not self._left:
+            self.let_go()
+        return came
+
+    def let_go(self) -> None:
+        """Its memory is not kept here any more."""
+        self.sent = self.sent.new_empty(0)
 
 
-def arrivals(ownership: Ownership, parts: Mapping[int, Part]) -> Update:
-    """What puts what came into parameters.
-
-    Args:
-        parts: of parameters that this rank owns a part of, that part; by the id of the parameter.
-    """
-
-    def put(row: Row, slot: Slot) -> None:
-        parameter = slot.alias
-        for piece in ownership.of(slot.parameter):
-            if piece.rank == ownership.rank:
-                continue
-            came = row.of(slot, piece)
-            part = parts.get(id(slot.parameter))
-            if part is None:
-                parameter.copy_(came.view(parameter.shape))
-            else:
-                part.of(parameter, piece).copy_(came)
-
-    def update(groups: Sequence[tuple[dict[str, Any], Sequence[Slot]]]) -> None:
-        with unseen():
-            for _, slots in groups:
-                for slot in slots:
-                    for row in slot.awaits or ():
-                        assert isinstance(row, Row)
-                        put(row, slot)
-                    # Its memory goes with the last of them.
-                    slot.awaits = ()
-
-    return update
-
-
-def layouts_of(
+def rows_of(
     slots: Sequence[Slot], ownership: Ownership, ranks: int, row_bytes: int
-) -> Iterator[Layout]:
+) -> Iterator[Row]:
     """Neighbours of about ``row_bytes``, all of one type, in the order of ``slots``."""
     run: list[Slot] = []
     nbytes = index = 0
     for slot in slots:
         if run and (nbytes >= row_bytes or run[0].parameter.dtype is not slot.parameter.dtype):
-            yield Layout(index, run, ownership, ranks)
+            yield Row(index, run, ownership, ranks)
             run, nbytes, index = [], 0, index + 1
         run.append(slot)
         nbytes += slot.parameter.nbytes
     if run:
-        yield Layout(index, run, ownership, ranks)
+        yield Row(index, run, ownership, ranks)

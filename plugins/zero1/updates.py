@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from itertools import chain
 from time import perf_counter_ns
 from typing import Any
 
@@ -10,24 +11,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from bytesched.observe import Observers
-
-from ..dependency.failures import Failures
-from ..figures.meter import Meter
 from ..planned.buckets import Member, make_changes
 from ..planned.bundles import Bundle, Debt, Slot
-from ..planned.sending import Sending
 from ..planned.terms import OpenUpdates
-from ..planned.updates import Updates
+from ..planned.updates import Parts, Updates
 from ..planned.wire import Exchanging
 from ..proxies.pending import PendingParameter, synchronize_now
 from ..proxies.pending_grads import PendingGrad
 from ..routes.groups.group import Group
 from ..update.deferred import Aliased, Deferred
-from ..update.stepping import why_now
+from ..update.surroundings import unseen
 from .owners import Owners
 from .ownership import Part
-from .sums import Layout, Row, arrivals, layouts_of
+from .sums import Row, rows_of
 
 
 def sharding(
@@ -39,18 +35,9 @@ def sharding(
 ) -> OpenUpdates:
     """Opens the owners of a session; see `Owners`."""
 
-    def opened(
-        slots: Sequence[Slot],
-        sending: Sending,
-        failures: Failures,
-        meter: Meter,
-        observers: Observers,
-        **named: Any,
-    ) -> tuple[Owners, Updates]:
-        owners = Owners(
-            slots, wire, group, base, reduced, failures, meter, observers, run_bytes=run_bytes
-        )
-        return owners, ShardedUpdates(slots, owners, sending, failures, meter, **named)
+    def opened(parts: Parts) -> tuple[Owners, Updates]:
+        owners = Owners(parts, wire, group, base, reduced, run_bytes=run_bytes)
+        return owners, ShardedUpdates(parts, owners)
 
     return opened
 
@@ -64,24 +51,23 @@ class ShardedUpdates(Updates):
     late_with_any_gradient = True
     takes_gradients = True
 
-    def __init__(self, slots: Sequence[Slot], owners: Owners, *others: Any, **named: Any) -> None:
-        super().__init__(slots, *others, **named)
+    def __init__(self, parts: Parts, owners: Owners) -> None:
+        super().__init__(parts)
         self._owners = owners
         self._parts: dict[int, Part] = {}
         #: by the number of an optimizer, what it has stepped over last, and how that travels
-        self._layouts: dict[int, tuple[list[Slot], list[Layout]]] = {}
+        self._rows: dict[int, tuple[list[Slot], list[Row]]] = {}
         #: until ``step()`` is over, if it is the optimizer's own: what is to be sent, and why
         self._now: tuple[list[Row], str] | None = None
 
     def introduce(self, deferred: Deferred) -> None:
-        """See `Steps.introduce`."""
+        """See `Updates.introduce`."""
         super().introduce(deferred)
         self._owners.states.introduce(deferred)
 
     def step(self, deferred: Deferred, *, whole_because: str) -> list[dict[str, Any]]:
-        """See `Steps.step`."""
+        """See `Updates.step`."""
         optimizer = deferred.optimizer
-        whole_because = whole_because or why_now(optimizer)
         deferred.guard()
         self._owners.deal()
         if not whole_because:
@@ -93,7 +79,7 @@ class ShardedUpdates(Updates):
         self._owners.states.keep(deferred)
         number = self._owners.states.number_of(deferred)
         self._owners.steps(number, [slot.name for slot in taken], members)
-        rows = self._rows(number, taken)
+        rows = self._rows_of(number, taken)
         with self.lock:
             self._make_changes(members)
             owned = [(group, list(self._owned(some, deferred))) for group, some, _ in groups]
@@ -113,15 +99,15 @@ class ShardedUpdates(Updates):
         self._meter.stepped(self._sending.outstanding_bytes(rows))
         return [{**group, "params": others} for group, _, others in groups]
 
-    def _rows(self, number: int, taken: Container[Slot]) -> list[Row]:
+    def _rows_of(self, number: int, taken: Container[Slot]) -> list[Row]:
         """What travels after a step of the optimizer ``number`` over ``taken``."""
         slots = [slot for slot in self._slots.values() if slot in taken]
-        known, layouts = self._layouts.get(number, ([], []))
+        known, rows = self._rows.get(number, ([], []))
         if slots != known:
             owners = self._owners
-            layouts = [*layouts_of(slots, owners.ownership, owners.ranks, owners.run_bytes)]
-            self._layouts[number] = slots, layouts
-        return [*map(Row, layouts)]
+            rows = [*rows_of(slots, owners.ownership, owners.ranks, owners.run_bytes)]
+            self._rows[number] = slots, rows
+        return rows
 
     def _update_owned(
         self,
@@ -236,9 +222,22 @@ class ShardedUpdates(Updates):
                     slot.stand_for()
                     slot.awaits = (row,)
                     owed.setdefault(slot.bundle, []).append(slot)
-        put = arrivals(ownership, self._parts)
-        # Which need no hyper-parameters.
-        self._owe([Debt(put, {}, slots) for slots in owed.values()])
+        # What puts them in place needs no hyper-parameters.
+        self._owe([Debt(self._put, {}, slots) for slots in owed.values()])
+
+    def _put(self, groups: Sequence[tuple[dict[str, Any], Sequence[Slot]]]) -> None:
+        """Puts what came into parameters (see `bundles.Update`)."""
+        with unseen():
+            for slot in chain.from_iterable(slots for _, slots in groups):
+                part = self._parts.get(id(slot.parameter))
+                for row in slot.awaits or ():
+                    assert isinstance(row, Row)
+                    for piece, came in row.take(slot):
+                        if part is None:
+                            slot.alias.copy_(came.view(slot.alias.shape))
+                        else:
+                            part.of(slot.alias, piece).copy_(came)
+                slot.awaits = ()
 
     def _memory(self, row: Row) -> list[torch.Tensor]:
         """What this rank owns of a row, as it is now."""

@@ -203,14 +203,14 @@ class Script:
 
     def _watch_measurement(self) -> None:
         """Reaches "in_measurement" when the link is about to be measured, for a tuner."""
-        kind: Any = importlib.import_module("bytesched.plugins.warmup.probing").Probing
-        real = kind.probes
+        tuned: Any = importlib.import_module("bytesched.plugins.planned.tuned")
+        real = tuned.probes
 
         def watched(*args: Any) -> Any:
             self.at("in_measurement")
             return real(*args)
 
-        kind.probes = watched
+        tuned.probes = watched
 
 
 def _raise(error: Exception) -> None:
@@ -283,11 +283,11 @@ def fails_in_an_answer(victim: int, fault: str, timeout_s: float) -> None:
         return
     kind: Any = importlib.import_module("bytesched.plugins.zero1.states").States
 
-    def entries(*_: Any) -> dict[int, Any]:
+    def here(*_: Any) -> list[Any]:
         FAULTS[fault]()
-        return {}
+        return []
 
-    kind._entries = entries
+    kind.here = here
     signals().set("an answer fails")
     # Its script goes on, and waits for gradients of the one that asks.
     told(lambda: script.train(2))

@@ -18,9 +18,10 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from bytesched.plugins.planned import stepping
 from bytesched.plugins.planned.bundles import BundleState, Slot
 from bytesched.plugins.proxies.pending import tensors_in
-from bytesched.plugins.update import stepping, surroundings
+from bytesched.plugins.update import surroundings
 
 __all__ = ["Order"]
 

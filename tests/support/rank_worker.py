@@ -221,10 +221,11 @@ def serve_cases(launch: Launch) -> None:
 def end_exchanges() -> None:
     """Ends those of the group that outlives a case, whose thread the next case would find."""
     if (peers := sys.modules.get("bytesched.plugins.exchanges.peers")) is not None:
-        for group, opened in tuple(peers._PEERS.items()):
-            del peers._PEERS[group]
-            peers._ENDS.pop(group).detach()
-            opened.close()
+        for layers in tuple(peers._LAYERS.values()):
+            if layers.peers is not None:
+                layers.end.detach()
+                layers.peers.close()
+                layers.peers = None
 
 
 def destroy_groups() -> None:
@@ -267,7 +268,7 @@ def main() -> None:
     for module in OURS:
         importlib.import_module(module)
     # How fast this machine is makes no difference to a test, and takes a second to measure well.
-    probing = sys.modules["bytesched.plugins.warmup.probing"]
+    probing = sys.modules["bytesched.plugins.routes.probing"]
     vars(probing).update(_TRIES=1, _SHORT_TRIES=1)
     launch = serve(Connection(int(sys.argv[1])))
     if launch is None:

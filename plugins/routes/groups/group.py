@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, Final
 
@@ -33,9 +33,6 @@ _NAMING_S: Final = 0.5
 
 #: a tag of no message
 _NEVER_SENT: Final = 1 << 20
-
-#: of the length before a text
-_LENGTH_BYTES: Final = 8
 
 #: how long a collective may take before connections are looked at, and again
 _LOOKS_EVERY: Final = timedelta(seconds=1)
@@ -72,9 +69,12 @@ class Group:
         #: for messages: the ranks of the job that these are
         self.members: Sequence[int] = range(self.size)
         self.notes = notes
+        #: the reason why this rank stops, which others show beside a broken connection; and theirs
+        self.leave_note, self.note = notes.leave, notes.read
         #: the other ranks, with all of which this one is connected; the next one first
         self._others = [(self.rank + d) % self.size for d in range(1, self.size)]
-        self._aborted = self._closed = False
+        #: this rank has broken the connections itself
+        self.is_aborted = self._closed = False
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Any:
         """Begins to send ``tensor``, which is dense, to a rank; returns the work."""
@@ -129,14 +129,13 @@ class Group:
 
     def gather_text(self, key: str, text: str) -> list[str]:
         """Every rank's ``text``, by rank; collective. ``key`` names it where it fails."""
-        data = text.encode()
-        longest = int(self._largest([len(data)], task=key)[0])
-        mine = torch.zeros(_LENGTH_BYTES + longest, dtype=torch.uint8, device="cpu")
-        head = len(data).to_bytes(_LENGTH_BYTES, "little")
-        mine[: len(head) + len(data)] = torch.tensor([*head, *data], dtype=torch.uint8)
+        # Its end shows where zeros follow.
+        data = f"{text}.".encode()
+        (longest,) = self._largest([len(data)], task=key)
+        mine = torch.tensor([*data.ljust(longest, b"\0")], dtype=torch.uint8, device="cpu")
         theirs = [torch.empty_like(mine) for _ in range(self.size)]
         self.wait(self.backend.allgather([theirs], [mine]), task=key)
-        return [_text_in(bytes(one.tolist())) for one in theirs]
+        return [bytes(one.tolist()).rstrip(b"\0").decode()[:-1] for one in theirs]
 
     def is_same(self, text: str) -> bool:
         """Whether all ranks have the same ``text``: a maximum over hashes; collective."""
@@ -166,21 +165,11 @@ class Group:
         """What must be added to this host's wall clock to read rank 0's; collective."""
         for _ in range(3):
             # The last one ends at nearly the same moment everywhere.
-            self.wait(
-                self.backend.allreduce([torch.zeros(1, device="cpu")]), task="comparing clocks"
-            )
+            self.wait(self.all_reduce(torch.zeros(1, device="cpu")), "comparing clocks")
         mine_ns = time.time_ns()
         leaders = torch.tensor([mine_ns if self.rank == 0 else 0], device="cpu")
-        self.wait(self.backend.allreduce([leaders]), task="comparing clocks")
+        self.wait(self.all_reduce(leaders), "comparing clocks")
         return int(leaders.item()) - mine_ns
-
-    def leave_note(self, text: str) -> None:
-        """Leaves the reason why this rank stops, which others show beside a broken connection."""
-        self.notes.leave(text)
-
-    def note(self) -> str:
-        """The reason that another rank left when it stopped, or nothing."""
-        return self.notes.read()
 
     def wait(self, work: Any, task: str = "") -> None:
         """Waits for the end of ``work``, a collective, whose failure is an error of ours."""
@@ -231,7 +220,10 @@ class Group:
                     # It had time to finish with what had arrived before.
                     raise broken from None
                 ring = {(self.rank + 1) % self.size, (self.rank - 1) % self.size}
-                broken = self.broken(ring) or self._stopped_outside(ring)
+                broken = self.broken(ring)
+                # A rank that is no neighbour may have stopped.
+                if broken is None and self.size > 1 + len(ring) and (note := self.note()):
+                    broken = _Stopped(note)
         work.wait()
 
     def broken(self, peers: Iterable[int]) -> RuntimeError | None:
@@ -246,11 +238,6 @@ class Group:
             return error.with_traceback(None)
         return None
 
-    def _stopped_outside(self, ring: Collection[int]) -> RuntimeError | None:
-        """The note of a rank that stopped, where there are others than those of ``ring``."""
-        note = self.note() if self.size > 1 + len(ring) else ""
-        return _Stopped(note) if note else None
-
     def lost(self) -> TransportError | None:
         """The error of a connection that is broken, if one is. Any thread."""
         if not self._is_gloo:
@@ -258,19 +245,14 @@ class Group:
         broken = self.broken(self._others)
         return None if broken is None else self.error(broken)
 
-    @property
-    def is_aborted(self) -> bool:
-        """Whether this rank has broken the connections itself."""
-        return self._aborted
-
     def abort(self) -> None:
         """Breaks the connections: what is under way fails at once, here and on every other rank.
 
         Idempotent, from any thread. What is started afterwards fails as well.
         """
-        if self._aborted:
+        if self.is_aborted:
             return
-        self._aborted = True
+        self.is_aborted = True
         if not self._is_gloo:
             _stop(self.backend, "abort")
             return
@@ -289,24 +271,20 @@ class Group:
             return
         self._closed = True
         if not self._is_gloo:
-            if not self._aborted:
+            if not self.is_aborted:
                 _stop(self.backend, "shutdown")
             return
-        self._aborted = True
+        self.is_aborted = True
         # Gloo's threads end when nothing refers to the backend. They must, before the interpreter
         # does: one that frees the last tensor afterwards finds no interpreter, and aborts.
         held = [self.backend]
         self.backend = None
         end_soon(held.clear, PATIENCE_S)
 
-    def error(self, cause: BaseException, *, task: str = "", story: str = "") -> TransportError:
+    def error(self, cause: BaseException, *, task: str = "") -> TransportError:
         """``cause`` as an error of ours: a rank that is likely gone, or a deadline that passed."""
         text = str(cause)
-        about: dict[str, Any] = {
-            "task": task,
-            "rank": self.members[self.rank],
-            "story": story.splitlines(),
-        }
+        about: dict[str, Any] = {"task": task, "rank": self.members[self.rank]}
         if isinstance(cause, _Stopped):
             return PeerLost(f"another rank has stopped{text}", **about)
         if is_cut(text):
@@ -325,7 +303,7 @@ class Group:
 
     def _lost_peers(self) -> list[int]:
         """Ranks of the job whose connections are broken, unless this one broke them itself."""
-        if self._aborted or not self._is_gloo:
+        if self.is_aborted or not self._is_gloo:
             return []
         deadline_s = time.monotonic() + _NAMING_S
         while True:
@@ -371,12 +349,6 @@ def _unwatched() -> Iterator[None]:
         yield
     finally:
         torch._C._autograd._enable_record_function(True)
-
-
-def _text_in(data: bytes) -> str:
-    """What `Group.gather_text` has packed, its length first."""
-    length = int.from_bytes(data[:_LENGTH_BYTES], "little")
-    return data[_LENGTH_BYTES : _LENGTH_BYTES + length].decode()
 
 
 def _stop(backend: Any, how: str) -> None:

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 from bytesched.errors import TransportError
 
@@ -60,11 +60,7 @@ class Messages:
         return None
 
 
-class _Begun(NamedTuple):
-    name: str
-    #: sends and receives, each with its peer
-    works: Sequence[tuple[Any, int]]
-    done: Callable[[], None]
+_Begun: TypeAlias = tuple[str, Sequence[tuple[Any, int]], Callable[[], None]]
 
 
 class Waiter:
@@ -80,6 +76,7 @@ class Waiter:
     ) -> None:
         self._messages = messages
         self._fail = fail
+        #: of each task its name, its sends and receives with their peers, and what reports its end
         self._begun: SimpleQueue[_Begun | None] = SimpleQueue()
         self._lock = threading.Lock()
         self._under_way = 0
@@ -96,7 +93,7 @@ class Waiter:
         """Calls ``done`` when ``works`` of a task have come, after those of earlier tasks."""
         with self._lock:
             self._under_way += 1
-        self._begun.put(_Begun(name, works, done))
+        self._begun.put((name, works, done))
 
     def stop(self) -> None:
         """Ends the thread when nothing is under way; what fails from now on was closed."""
@@ -110,15 +107,18 @@ class Waiter:
     def _run(self) -> None:
         while (begun := self._begun.get()) is not None:
             try:
-                try:
-                    for work, peer in begun.works:
-                        self._messages.wait(work, peer, task=begun.name)
-                finally:
-                    with self._lock:
-                        self._under_way -= 1
-                begun.done()
+                self._wait(*begun)
             except BaseException as error:  # noqa: BLE001 - others wait for what does not come
                 if not self._closed:
                     self._fail(error)
-            # Their memory is not to wait for the next task.
-            begun = work = None
+            # Its memory is not to wait for the next task.
+            begun = None
+
+    def _wait(self, name: str, works: Sequence[tuple[Any, int]], done: Callable[[], None]) -> None:
+        try:
+            for work, peer in works:
+                self._messages.wait(work, peer, task=name)
+        finally:
+            with self._lock:
+                self._under_way -= 1
+        done()

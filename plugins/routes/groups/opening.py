@@ -55,16 +55,15 @@ _SHORT: Final = frozenset({"buffers", "control", "statements"})
 
 
 @contextlib.contextmanager
-def closed_on_error(*groups: Group) -> Iterator[None]:
-    """Around what is done with new groups: an error leaves a note, and closes them."""
+def closed_on_error(group: Group) -> Iterator[None]:
+    """Around what is done with a new group: an error leaves a note, and closes it."""
     try:
         yield
     except BaseException as error:
-        for group in groups:
-            if not isinstance(error, PeerLost):
-                group.leave_note(in_one_line(error))
-            group.abort()
-            group.close()
+        if not isinstance(error, PeerLost):
+            group.leave_note(in_one_line(error))
+        group.abort()
+        group.close()
         raise
 
 

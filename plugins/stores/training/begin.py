@@ -21,11 +21,11 @@ from bytesched.log import show
 from bytesched.trace.timeline import observers_of
 from bytesched.tunable import Setting
 
+from ...agree import agree, statements
 from ...planned.beginning import add_optimizer, slots_of, stays_plain, why_whole
 from ...planned.bundles import Slot
 from ...planned.terms import Terms
 from ...update.separable import is_elementwise
-from ...warmup.agree import agree, statements
 from ..scheduled import ScheduledKVStore
 from .session import StoreSession, UpdatedSession
 from .state import hyperparameters_of

@@ -8,17 +8,13 @@ from typing import Any
 import torch
 
 from bytesched.errors import PluginError
-from bytesched.observe import Observers
 
-from ...dependency.failures import Failures
-from ...figures.meter import Meter
+from ...failures import Failures
 from ...planned.buckets import Bucket, Chunk, Member
 from ...planned.bundles import Bundle, Debt, Slot
-from ...planned.sending import Sending
 from ...planned.terms import OpenUpdates
-from ...planned.updates import Updates
+from ...planned.updates import Parts, Updates
 from ...update.deferred import Deferred
-from ...update.stepping import why_now
 from ...update.surroundings import unseen
 from .state import Piece, hyperparameters_of, pieces_of, scatter_state
 from .wire import StoreWire
@@ -148,23 +144,22 @@ class StoreUpdates(Updates):
 
     Args:
         owner: of the same session.
-        others: see `Updates`.
     """
 
     late_with_any_gradient = True
     takes_gradients = True
 
-    def __init__(self, slots: Sequence[Slot], owner: Owner, *others: Any, **named: Any) -> None:
-        super().__init__(slots, *others, **named)
+    def __init__(self, parts: Parts, owner: Owner) -> None:
+        super().__init__(parts)
         self._owner = owner
         #: why parameters are to be here when ``step()`` is over; empty if they need not be
         self._whole_because = ""
 
     def step(self, deferred: Deferred, *, whole_because: str) -> list[dict[str, Any]]:
-        """See `Steps.step`."""
+        """See `Updates.step`."""
         optimizer = deferred.optimizer
         deferred.guard()
-        whole_because = whole_because or why_now(optimizer) or self._why_read_elsewhere(optimizer)
+        whole_because = whole_because or self._why_read_elsewhere(optimizer)
         if not deferred.cross:
             whole_because = whole_because or "this optimizer does not cross the barrier"
         self._whole_because = whole_because
@@ -186,7 +181,7 @@ class StoreUpdates(Updates):
         return [{**group, "params": []} for group in optimizer.param_groups]
 
     def stepped(self) -> None:
-        """See `Steps.stepped`."""
+        """See `Updates.stepped`."""
         if self._whole_because:
             self.apply_all("step")
             self._meter.stepped(0, self._whole_because)
@@ -195,15 +190,8 @@ class StoreUpdates(Updates):
 def owning(wire: StoreWire) -> OpenUpdates:
     """Opens what a session has in the store behind ``wire``, which updates."""
 
-    def opened(
-        slots: Sequence[Slot],
-        sending: Sending,
-        failures: Failures,
-        meter: Meter,
-        observers: Observers,
-        **named: Any,
-    ) -> tuple[Owner, Updates]:
-        owner = Owner(wire, slots, failures)
-        return owner, StoreUpdates(slots, owner, sending, failures, meter, **named)
+    def opened(parts: Parts) -> tuple[Owner, Updates]:
+        owner = Owner(wire, parts.slots, parts.failures)
+        return owner, StoreUpdates(parts, owner)
 
     return opened

@@ -161,7 +161,7 @@ class UpdatedSession(StoreSession):
         self._move_state()
 
     def begin(self) -> None:
-        """See `Steps`."""
+        """See `PlannedSession`."""
         super().begin()
         if names := self.source.absent:
             error = UnusedParameterError(

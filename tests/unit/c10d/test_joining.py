@@ -13,7 +13,7 @@ from bytesched.config import Config
 from bytesched.errors import MismatchError, PeerLost, TransportError
 from bytesched.plugins.c10d.buffers import BufferBroadcast
 from bytesched.plugins.c10d.joining import Joining
-from bytesched.plugins.dependency.failures import Failures
+from bytesched.plugins.failures import Failures
 
 
 class FakeGroup:

@@ -98,7 +98,7 @@ def test_what_is_not_trained_may_be_of_any_kind() -> None:
     model[0].weight = Own(model[0].weight.data, requires_grad=False)
     model[2].bias.requires_grad_(False)
     session = attached(DistributedDataParallel(model), sgd(model[3].parameters()))
-    names = set(session.names.values())
+    names = {slot.name for slot in session.slots}
     assert "module.2.bias" in names
     assert "module.0.weight" not in names
 

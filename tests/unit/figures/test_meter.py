@@ -9,7 +9,7 @@ import pytest
 
 from bytesched.busy import Busy
 from bytesched.observe import Observers
-from bytesched.plugins.figures.meter import Meter, Moment
+from bytesched.plugins.figures.meter import Meter
 from bytesched.tunable import Setting
 
 MS = 1_000_000
@@ -53,7 +53,7 @@ def test_rounds_that_went_another_way_do_not_count() -> None:
     ours.stepped(0)
     train(ours, 2, 0)
     ours.causes.read("weight", waited_ns=10)
-    ours.waited("weight.grad", Moment(perf_counter_ns(), 0))
+    ours.waited("weight.grad", perf_counter_ns())
     ours.begin_anew()
     ours.round_begins()
     busy_ns[0] += 8 * MS
@@ -68,25 +68,12 @@ def test_rounds_that_went_another_way_do_not_count() -> None:
     assert not ours.causes.worst
 
 
-def test_a_wait_is_exposed_while_something_is_on_the_wire() -> None:
-    busy_ns = [0]
-    ours = train(meter(busy_ns), 1, 0)
-    began = ours.moment()
-    busy_ns[0] = 10 * MS
-    # It waited for 20 ms, in half of which the wire was idle.
-    ours.waited("fc", Moment(began.at_ns - 20 * MS, began.busy_ns))
-    busy_ns[0] = 40 * MS
-    figures = ours.figures()
-    assert (figures["exposed_comm_ms"], figures["comm_ms"]) == (10.0, 40.0)
-    assert figures["overlap_pct"] == 75.0
-
-
 def test_what_arrives_before_step_is_called_hidden_only_if_it_is() -> None:
     busy_ns = [0]
     ours = train(meter(busy_ns), 1, 0)
     busy_ns[0] = 10 * MS
     assert "is hidden behind backward" in str(ours.figures()["reason"])
-    ours.waited("fc", Moment(perf_counter_ns() - 20 * MS, 0))
+    ours.waited("fc", perf_counter_ns() - 20 * MS)
     assert ours.figures()["reason"] == "the rest had arrived before step()"
 
 
@@ -95,8 +82,7 @@ def test_who_waits_for_next_to_nothing_is_not_blamed() -> None:
     ours = train(meter(busy_ns), 1, 0)
     busy_ns[0] = 100 * MS
     for waited_ms, reason in ((3, "is hidden behind backward"), (4, "reads all gradients")):
-        began = ours.moment()
-        ours.waited("weight", Moment(began.at_ns - waited_ms * MS, began.busy_ns - 50 * MS))
+        ours.waited("weight", ours.moment() - waited_ms * MS)
         ours.causes.read("weight", waited_ms * MS)
         assert reason in str(ours.figures()["reason"])
 

@@ -14,8 +14,6 @@ from loopback import Loopback
 from looped import TIMEOUT_S, Training
 from torch import nn
 
-from bytesched.plugins.figures.meter import Moment
-
 STEPS = 4
 
 
@@ -33,7 +31,7 @@ def reason(loopback: Loopback, before_step: Callable[[Training], object], **fiel
     meter = training.session._meter
     moment = meter.moment
 
-    def begins_to_wait(releases: list[threading.Timer], began_s: float) -> Moment:
+    def begins_to_wait(releases: list[threading.Timer], began_s: float) -> int:
         found = moment()
         if not releases:
             # However slow the machine is, as much is left to wait for as was hidden.

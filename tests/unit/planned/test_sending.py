@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from bytesched.errors import PeerLost, PluginError
 from bytesched.observe import Observers
-from bytesched.plugins.dependency.failures import Failures
+from bytesched.plugins.failures import Failures
 from bytesched.plugins.figures.meter import Meter
 from bytesched.plugins.planned.buckets import Bucket, Chunk
 from bytesched.plugins.planned.coding import coding_of

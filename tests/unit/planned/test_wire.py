@@ -9,7 +9,6 @@ import pytest
 import torch
 from fake_cuda import CUDA, FakeStream, fake_cuda
 
-from bytesched.errors import SchedulerTimeout
 from bytesched.plugins.planned.wire import HOST, GroupWire
 
 
@@ -39,9 +38,3 @@ def test_where_kernels_are_queued() -> None:
         assert wire.stream() == CUDA.default.cuda_stream != HOST
         with CUDA.on(FakeStream()):
             assert wire.stream() == CUDA.current().cuda_stream != CUDA.default.cuda_stream
-
-
-def test_a_wait_that_outlives_its_deadline_says_what_others_have_said() -> None:
-    error = wire_on("cpu").timeout("it has waited 7 s")
-    assert isinstance(error, SchedulerTimeout)
-    assert str(error) == "it has waited 7 s; rank 2 stopped (seen by rank 1)"

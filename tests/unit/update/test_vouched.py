@@ -13,8 +13,8 @@ from torch.optim import SGD, Optimizer
 
 import bytesched
 from bytesched.errors import PluginError
+from bytesched.plugins.planned.stepping import why_now
 from bytesched.plugins.proxies.pending import is_held
-from bytesched.plugins.update.stepping import why_now
 
 
 @bytesched.separable

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from bytesched.errors import MismatchError, PeerLost, PluginError
-from bytesched.plugins.dependency.failures import Failures
+from bytesched.plugins.failures import Failures
 from bytesched.plugins.zero1.agreement import Agreement, Kind
 
 TIMEOUT_S = 20
@@ -130,7 +130,7 @@ def test_what_differs_is_raised_on_every_rank() -> None:
 
 def test_one_may_ask_for_states_alone() -> None:
     def asks(agreement: Agreement) -> list[bytes]:
-        found = agreement.ask_states(7)
+        found = agreement.say(Kind.STATE, 7)
         agreement.say(Kind.FORWARD)
         assert agreement.end()
         return found
@@ -141,11 +141,14 @@ def test_one_may_ask_for_states_alone() -> None:
 
     assert run(asks, goes_on, goes_on) == [[b"0:7", b"1:7", b"2:7"], "done", "done"]
     # And of those who have ended.
-    assert run(lambda a: (a.ask_states(1), a.end()), lambda a: a.end()) == [
+    assert run(lambda a: (a.say(Kind.STATE, 1), a.end()), lambda a: a.end()) == [
         ([b"0:1", b"1:1"], True),
         True,
     ]
-    assert run(lambda a: a.ask_states(1), lambda a: a.ask_states(1)) == [[b"0:1", b"1:1"]] * 2
+    assert (
+        run(lambda a: a.say(Kind.STATE, 1), lambda a: a.say(Kind.STATE, 1))
+        == [[b"0:1", b"1:1"]] * 2
+    )
 
 
 def test_who_goes_on_when_another_has_ended_is_told() -> None:
@@ -162,5 +165,5 @@ def test_nothing_is_said_in_a_forked_child() -> None:
     with pytest.raises(PluginError, match="which a forked child cannot ask"):
         agreement.say(Kind.READ)
     with pytest.raises(PluginError, match="which a forked child cannot ask"):
-        agreement.ask_states(0)
+        agreement.say(Kind.STATE, 0)
     agreement.leave()

@@ -68,9 +68,8 @@ def opened(hierarchy: str, hosts: Sequence[str] = EVEN) -> list[TwoLevelSums | N
 
     def close(rank: int) -> None:
         data, sums = found[rank]
-        if sums is not None:
-            sums.close()
-        data.close()
+        for group in (data, *(sums.groups if sums is not None else ())):
+            group.close()
 
     together(close, len(hosts))
     return [sums for _, sums in found]

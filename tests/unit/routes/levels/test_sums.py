@@ -12,7 +12,7 @@ import torch
 from connected import connected, two_level_sums
 from together import together
 
-from bytesched.errors import PeerLost, SchedulerClosed, TransportError
+from bytesched.errors import PeerLost, TransportError
 from bytesched.plugins.planned.buckets import uses
 from bytesched.plugins.routes import levels as module
 from bytesched.plugins.routes.levels import TwoLevelSums
@@ -25,7 +25,11 @@ def values(rank: int, count: int) -> torch.Tensor:
 
 
 def close_all(found: list[TwoLevelSums]) -> None:
-    together(lambda rank: found[rank].close(), len(found))
+    def close(rank: int) -> None:
+        for group in found[rank].groups:
+            group.close()
+
+    together(close, len(found))
 
 
 @pytest.fixture
@@ -96,7 +100,8 @@ def test_a_rank_that_is_gone_is_named_in_whatever_step(
             data[rank].wait(work, task="chunk")
         except TransportError as error:
             # As a session does.
-            found[rank].abort()
+            for group in found[rank].groups:
+                group.abort()
             return error
         return None
 
@@ -108,20 +113,10 @@ def test_a_rank_that_is_gone_is_named_in_whatever_step(
     together(lambda rank: data[rank].close(), 4)
 
 
-def test_closed_it_fails_what_is_under_way_and_begins_nothing(found: list[TwoLevelSums]) -> None:
-    work = found[0].start(torch.ones(8))
-    found[0].close()
-    found[0].close()
-    with pytest.raises(RuntimeError):
-        work.wait(LIMIT)
-    with pytest.raises(SchedulerClosed):
-        found[0].start(torch.ones(8))
-
-
 class Step:
     """A group of two ranks whose operations a test ends; the other rank has what this one has."""
 
-    size, rank, is_closed, is_aborted = 2, 0, False, False
+    size, rank = 2, 0
 
     def __init__(self) -> None:
         #: what was begun, by the number in it, and what ends it
@@ -146,12 +141,6 @@ class Step:
     def end(self, *numbers: float) -> None:
         for number in numbers:
             dict(self.begun)[number].set_result(None)
-
-    def abort(self) -> None:
-        self.is_aborted = True
-
-    def close(self) -> None:
-        self.is_closed = True
 
 
 def steps() -> tuple[TwoLevelSums, Step, Step, Step]:
@@ -247,15 +236,3 @@ def test_a_script_sees_no_tensor_of_ours_over_the_memory() -> None:
         assert uses(tensor) == before
         step.end(number)
     assert uses(tensor) == before
-
-
-@pytest.mark.parametrize("is_over", [True, False])
-def test_connections_are_broken_where_something_is_under_way(is_over: bool) -> None:
-    sums, *groups = steps()
-    sums.start(torch.ones(2))
-    if is_over:
-        for step, number in zip(groups, (1.0, 2.0, 2.0), strict=True):
-            step.end(number)
-    sums.close()
-    assert [step.is_aborted for step in groups] == [not is_over] * 3
-    assert all(step.is_closed for step in groups)

@@ -10,7 +10,7 @@ from typing import Final, NoReturn, Protocol
 from bytesched.errors import PeerLost, PluginError, SchedulerTimeout, TransportError, in_one_line
 from bytesched.share.turn import HELD, released
 
-from ..routes.groups.group import Group
+from .routes.groups.group import Group
 
 
 class Peers(Protocol):
@@ -90,8 +90,6 @@ class Progress(Failures):
     def __init__(self, group: Group) -> None:
         super().__init__(group)
         self._group = group
-        self._waiters = 0
-        # Not entered by the condition, which would cost two more calls each time.
         self._changed = threading.Condition(self.lock)
         #: what is still to come, for the message of a timeout
         self.story: Callable[[], str] = str
@@ -100,8 +98,7 @@ class Progress(Failures):
 
     def notify(self) -> None:
         """Something changed; called with the lock held."""
-        if self._waiters:
-            self._changed.notify_all()
+        self._changed.notify_all()
 
     def wait(self, done: Callable[[], bool], what: str) -> None:
         """Returns when ``done()``; raises the first error, or SchedulerTimeout."""
@@ -129,13 +126,9 @@ class Progress(Failures):
         Any thread; ``done`` is called with the lock held.
         """
         with self.lock:
-            self._waiters += 1
-            try:
-                while not done() and self.error is None and monotonic() < deadline:
-                    self._changed.wait(deadline - monotonic())
-                return done()
-            finally:
-                self._waiters -= 1
+            left_s = max(0.0, deadline - monotonic())
+            self._changed.wait_for(lambda: self.error is not None or done(), left_s)
+            return done()
 
     def _failed(self) -> None:
         self._changed.notify_all()

@@ -13,23 +13,11 @@ from torch import nn
 from bytesched.config import Config
 from bytesched.errors import MismatchError
 
-__all__ = ["agree", "disagreement", "settings", "statements"]
-
 #: fields of the configuration that must be the same everywhere
-_SHARED_FIELDS = (
-    "policy",
-    "partition_bytes",
-    "credit_bytes",
-    "compression",
-    "cross_barrier",
-    "guard",
-    "split",
-    "hierarchy",
-    "shard",
-    "tune",
-    "tune_steps",
-    "tune_space",
-)
+_SHARED_FIELDS = """
+    policy partition_bytes credit_bytes compression cross_barrier guard split hierarchy shard tune
+    tune_steps tune_space
+"""
 
 
 class Named(Protocol):
@@ -54,7 +42,7 @@ def settings(config: Config) -> list[str]:
     """The settings that must be the same on all ranks, a line for each."""
     return [
         f"timeline {'on' if config.timeline else 'off'}",
-        *(f"{field} = {getattr(config, field)!r}" for field in _SHARED_FIELDS),
+        *(f"{field} = {getattr(config, field)!r}" for field in _SHARED_FIELDS.split()),
     ]
 
 
@@ -81,7 +69,6 @@ def agree(
     """Raises MismatchError on every rank if their statements differ; collective.
 
     Args:
-        mine: the statements of this rank.
         is_same: whether all ranks have the same text.
         gather: every rank's text under a key, by rank; called only where they differ.
     """

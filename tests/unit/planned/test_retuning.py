@@ -9,7 +9,7 @@ import torch
 from fake_cuda import WORK_S, fake_cuda
 
 from bytesched.plugins.planned.clocks import DeviceClock
-from bytesched.plugins.warmup.retuning import Decisions, Retuning, Traffic
+from bytesched.plugins.planned.retuning import Retuning, Traffic
 from bytesched.tunable import Decision, RunFacts, Setting, Steps
 
 UNTUNED = Setting(1 << 20, 2 << 20)
@@ -35,15 +35,11 @@ class Asked:
 
 def retuning(tuner: Asked, clock: DeviceClock) -> Retuning:
     """One that is alone in its world, after the first round."""
-    decisions = Decisions(tuner, list)
-    return Retuning(
-        decisions,
-        decisions.first(mock.Mock(), UNTUNED),
-        mock.Mock(is_applied=lambda setting: True),
-        clock,
-        land=mock.Mock(),
-        traffic=Traffic,
+    alone = Retuning(
+        tuner, UNTUNED, list, clock, land=mock.Mock(), traffic=Traffic, apply=lambda setting: True
     )
+    alone.begin(mock.Mock())
+    return alone
 
 
 def test_a_step_on_a_gpu_takes_what_the_gpu_computes() -> None:

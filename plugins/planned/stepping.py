@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,41 +14,11 @@ from torch.utils.hooks import RemovableHandle
 from bytesched.errors import PluginError
 
 from ..figures.meter import Meter
-from .deferred import Deferred
-from .surroundings import has_modes, why_not_frozen
+from ..update.deferred import Deferred
+from ..update.surroundings import has_modes, why_not_frozen
+from .updates import Updates
 
 log = logging.getLogger("bytesched")
-
-
-class Steps(Protocol):
-    """What a session does about steps of its optimizers."""
-
-    @property
-    def names(self) -> Mapping[int, str]:
-        """The name of each parameter of the model, by its id."""
-
-    @property
-    def are_off(self) -> bool:
-        """Whether steps are the optimizers' own at the moment."""
-
-    def introduce(self, deferred: Deferred) -> None:
-        """``deferred`` is one of the session's optimizers from now on."""
-
-    def begin(self) -> None:
-        """An update is about to begin: raises the first error, if there was one."""
-
-    def step(self, deferred: Deferred, *, whole_because: str) -> list[dict[str, Any]] | None:
-        """``step()`` updates now: the groups of what cannot wait, or None if that is everything.
-
-        Args:
-            whole_because: why nothing of it can wait; empty if some can.
-        """
-
-    def stepped(self) -> None:
-        """``step()`` has been executed, as far as it was not deferred."""
-
-    def synchronize_all(self) -> None:
-        """Applies every armed update."""
 
 
 class Stepping:
@@ -59,14 +29,29 @@ class Stepping:
     An optimizer is not kept alive, except by updates that are outstanding.
 
     Args:
-        takes_gradients: no step is ever the user's own over everything, and once it is taken no
-            gradient can be read: so it is taken after all hooks and the closure.
+        updates: what steps come to.
+        names: of the parameters of the model, by their ids.
+        begin: an update is about to begin: raises the first error, if there was one.
+        is_off: whether steps are the optimizers' own at the moment.
+        synchronize: applies every update that is owed.
     """
 
-    def __init__(self, steps: Steps, meter: Meter, *, takes_gradients: bool = False) -> None:
-        self._steps = steps
-        self._takes_gradients = takes_gradients
+    def __init__(
+        self,
+        updates: Updates,
+        names: Mapping[int, str],
+        meter: Meter,
+        *,
+        begin: Callable[[], None],
+        is_off: Callable[[], bool],
+        synchronize: Callable[[], None],
+    ) -> None:
+        self._updates = updates
+        self._names = names
+        self._begin = begin
         self._meter = meter
+        self._is_off = is_off
+        self._synchronize = synchronize
         #: with what takes their hooks off
         self._deferred: dict[Deferred, list[RemovableHandle]] = {}
         #: calls of ``step()``, of all optimizers
@@ -89,16 +74,16 @@ class Stepping:
         """
         mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
         for other in list(self._deferred):
-            shared = other.is_alive and mine & other.parameter_ids() & self._steps.names.keys()
-            if shared and self._takes_gradients:
-                name = self._steps.names[shared.pop()]
+            shared = other.is_alive and mine & other.parameter_ids() & self._names.keys()
+            if shared and self._updates.takes_gradients:
+                name = self._names[shared.pop()]
                 raise PluginError(f"parameter {name!r} is in two optimizers: let go of the first")
             if shared:
-                name = self._steps.names[shared.pop()]
+                name = self._names[shared.pop()]
                 log.info("an older optimizer has %r, and is no longer deferred", name)
             if shared or not other.is_alive:
                 self._leave(other)
-        deferred = Deferred(optimizer, kind, self._steps.synchronize_all, cross=cross)
+        deferred = Deferred(optimizer, kind, self._synchronize, cross=cross)
         handles: list[RemovableHandle] = []
         try:
             handles.append(optimizer.register_step_pre_hook(partial(self._before_step, deferred)))
@@ -108,7 +93,7 @@ class Stepping:
             post_hooks: Any = optimizer._optimizer_step_post_hooks
             post_hooks.move_to_end(handles[1].id, last=False)
             handles += [
-                optimizer.register_state_dict_pre_hook(lambda _: self._steps.synchronize_all()),
+                optimizer.register_state_dict_pre_hook(lambda _: self._synchronize()),
                 optimizer.register_load_state_dict_pre_hook(partial(self._before_load, model)),
                 optimizer.register_load_state_dict_post_hook(lambda _: deferred.guard()),
             ]
@@ -118,11 +103,11 @@ class Stepping:
             deferred.unguard()
             raise
         self._deferred[deferred] = handles
-        self._steps.introduce(deferred)
+        self._updates.introduce(deferred)
 
     def _leave(self, deferred: Deferred) -> None:
         """Its steps are the optimizer's own."""
-        self._steps.synchronize_all()
+        self._synchronize()
         for handle in self._deferred.pop(deferred):
             handle.remove()
         deferred.unguard()
@@ -151,7 +136,7 @@ class Stepping:
             deferred.cross = False
 
     def _before_load(self, model: nn.Module | None, *_: Any) -> None:
-        self._steps.synchronize_all()
+        self._synchronize()
 
     def _before_step(
         self, deferred: Deferred, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any
@@ -165,13 +150,13 @@ class Stepping:
             why = why or deferred.why_replaced()
         # A hook that runs after ours may still change gradients or hyper-parameters.
         hooked = next(reversed(optimizer._optimizer_step_pre_hooks)) != deferred.hook_id
-        is_last = self._takes_gradients or (deferred.cross and not hooked and not why)
-        if self._steps.are_off or not is_last or (closure is None and not hooked):
+        is_last = self._updates.takes_gradients or (deferred.cross and not hooked and not why)
+        if self._is_off() or not is_last or (closure is None and not hooked):
             if closure is not None:
                 why = why or "step(closure)"
             if hooked:
                 why = "a pre-hook of step() was registered after the wrap"
-            eager = self._updates(deferred, whole_because=why)
+            eager = self._step(deferred, whole_because=why)
             if eager is None:
                 return None
             deferred.steps(eager)
@@ -199,7 +184,7 @@ class Stepping:
         self, deferred: Deferred, copied: torch.optim.Optimizer, *, whole_because: str
     ) -> list[dict[str, Any]]:
         """``step()`` of ``copied`` is about to update: these groups."""
-        eager = self._updates(deferred, whole_because=whole_because)
+        eager = self._step(deferred, whole_because=whole_because)
         groups = deferred.optimizer.param_groups if eager is None else eager
         # Not the groups alone: the closure or a hook may have loaded or made another state.
         deferred.guard()
@@ -207,25 +192,26 @@ class Stepping:
         copied.__dict__.update(deferred.copy(groups).__dict__)
         return groups
 
-    def _updates(self, deferred: Deferred, *, whole_because: str) -> list[dict[str, Any]] | None:
-        """Gradients are complete; see `Steps.step`."""
+    def _step(self, deferred: Deferred, *, whole_because: str) -> list[dict[str, Any]] | None:
+        """Gradients are complete; see `Updates.step`."""
         self.steps += 1
-        if self._steps.are_off:
+        if self._is_off():
             return None
         self._begun.add(deferred)
         self._meter.step_begins()
-        self._steps.begin()
-        return self._steps.step(deferred, whole_because=whole_because)
+        self._begin()
+        whole_because = whole_because or why_now(deferred.optimizer)
+        return self._updates.step(deferred, whole_because=whole_because)
 
     def _after_step(
         self, deferred: Deferred, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any
     ) -> None:
-        if self._steps.are_off or deferred.is_outer():
+        if self._is_off() or deferred.is_outer():
             return
         self._begun.discard(deferred)
         if args[0] is not optimizer:
             deferred.stepped(args[0])
-        self._steps.stepped()
+        self._updates.stepped()
         hooks: Any = optimizer._optimizer_step_pre_hooks
         hooks.move_to_end(deferred.hook_id)
         self._meter.step_ends()

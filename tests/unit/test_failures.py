@@ -8,7 +8,7 @@ import pytest
 from together import together
 
 from bytesched.errors import PeerLost, PluginError, SchedulerTimeout
-from bytesched.plugins.dependency.failures import Failures
+from bytesched.plugins.failures import Failures
 
 
 class Peers:

@@ -1,1 +1,0 @@
-"""What is learned in the first round and between later ones: agreement, sizes, settings."""
