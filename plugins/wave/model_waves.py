@@ -23,8 +23,7 @@ from ..c10d.joining import broadcast, joining
 from ..dependency.failures import Progress
 from ..warmup.agree import settings
 from .cutting import cut, refuse_uncuttable
-from .routes import Cargo, visits
-from .stage import Stage
+from .stage import Cargo, Stage, visits
 from .traffic import Traffic
 
 log = logging.getLogger("bytesched")
