@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
-from .stores.mpi.opening import MPIKVStore, open_store
+from .stores.mpi.opening import open_store
+from .stores.mpi.worker import MPIKVStore
 
 __all__ = ["MPIKVStore", "open_store"]

@@ -66,7 +66,6 @@ class Admission:
         return statistics.fmean(self._with) / statistics.fmean(self._without) - 1
 
     def iteration_begins(self, now_ns: int) -> None:
-        """The foreground begins an iteration."""
         self._began_ns = now_ns
         self._ran = False
         self._iteration += 1
@@ -99,7 +98,6 @@ class Admission:
         self._gap = name, now_ns
 
     def gap_ends(self, now_ns: int) -> None:
-        """The foreground goes on."""
         assert self._gap is not None
         name, began_ns = self._gap
         self._gaps.setdefault(name, deque(maxlen=_SEEN)).append(now_ns - began_ns)

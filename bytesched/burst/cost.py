@@ -35,7 +35,6 @@ class Cluster:
 
     @property
     def latency_ns(self) -> int:
-        """Of one move, in ns."""
         return round(1e9 * self.latency_s)
 
     def link_ns(self, nbytes: int) -> int:
@@ -61,7 +60,6 @@ class Place:
 
     @property
     def devices(self) -> range:
-        """Their numbers."""
         return range(self.first, self.first + self.width)
 
     @property

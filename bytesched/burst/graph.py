@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -120,15 +120,33 @@ def load_graph(sources: Sequence[str], *, batch: int = 0, fixed_share: float) ->
     if not 0 <= fixed_share < 1:
         raise ConfigError(f"a fixed share of {fixed_share}: expected at least 0 and less than 1")
     contents = [_read(source) for source in sources]
-    if "batches" in contents[0]:
-        if len(contents) > 1:
-            raise ConfigError(f"{sources[0]} holds several batch sizes: give it alone")
-        graph = _parse_graph(contents[0], sources[0], fixed_share)
-    else:
-        graph = _recorded(
-            [parse_profile(c, s) for c, s in zip(contents, sources, strict=True)], fixed_share
+    model: _Model | None = None
+    if "batches" not in contents[0]:
+        model = _recorded([parse_profile(*each) for each in zip(contents, sources, strict=True)])
+    elif len(contents) > 1:
+        raise ConfigError(f"{sources[0]} holds several batch sizes: give it alone")
+    try:
+        if model is None:
+            known = {field.name for field in fields(_Model)}
+            its = {k: v for k, v in contents[0].items() if k in known}
+            model = from_json(_Model, json.dumps({"name": Path(sources[0]).stem, **its}))
+        batches = model.batches
+        if not batches or batches[0] < 1 or list(batches) != sorted(set(batches)):
+            raise ValueError(f"batches is {list(batches)}, expected growing sizes")
+        chain = _chain(model.layers, batches, fixed_share, "the model")
+        if not chain:
+            raise ValueError("a model begins with a layer")
+    except ValueError as error:
+        why = str(error).replace(_Model.__name__, "it")
+        raise ConfigError(f"profile {sources[0]}: {why}") from None
+    assumed = ""
+    if len(batches) == 1:
+        assumed = (
+            f"only batch size {batches[0]} was measured: of each layer's time there, "
+            f"{fixed_share:.0%} are taken not to shrink with the batch, the rest in proportion "
+            "(--fixed-share); profiles of other batch sizes make this unnecessary"
         )
-    return replace(graph, batch=batch) if batch else graph
+    return ModelGraph(model.name, model.description, batch or batches[-1], chain, assumed)
 
 
 def curve_from_one(samples: int, ns: int, fixed_share: float) -> Curve:
@@ -142,67 +160,11 @@ def curve_from_one(samples: int, ns: int, fixed_share: float) -> Curve:
     return Curve(((1, fixed_ns + (ns - fixed_ns) // samples), (samples, ns))[samples == 1 :])
 
 
-def _curve(points: tuple[tuple[int, int], ...], fixed_share: float) -> Curve:
-    return Curve(points) if len(points) > 1 else curve_from_one(*points[0], fixed_share)
-
-
-def _assumed(batches: Sequence[int], fixed_share: float) -> str:
-    if len(batches) > 1:
-        return ""
-    return (
-        f"only batch size {batches[0]} was measured: of each layer's time there, {fixed_share:.0%} "
-        "are taken not to shrink with the batch, the rest in proportion (--fixed-share); "
-        "profiles of other batch sizes make this unnecessary"
-    )
-
-
 def _read(source: str) -> dict[str, Any]:
     content, path = read_profile(source, SHIPPED_FOLDER)
     if not isinstance(content, dict):
         raise ConfigError(f"profile {path}: expected an object, found {type(content).__name__}")
     return content
-
-
-def _recorded(profiles: Sequence[Profile], fixed_share: float) -> ModelGraph:
-    """The chain of layers that profiles of one model, at different batch sizes, describe."""
-    ordered = sorted(profiles, key=lambda profile: profile.batch)
-    first = ordered[0]
-    for profile in ordered:
-        if profile.batch < 1:
-            raise ConfigError(
-                f"profile {profile.name}: it has no batch size; record it "
-                'with `bytesched bench --record`, or add "batch"'
-            )
-        if [layer.name for layer in profile.layers] != [layer.name for layer in first.layers]:
-            raise ConfigError(f"profiles {first.name} and {profile.name} have different layers")
-        if len(profile.layers) > 1 and not any(layer.output_bytes for layer in profile.layers):
-            raise ConfigError(
-                f"profile {profile.name}: it lacks what its layers hand on; record it again "
-                'with `bytesched bench --record`, or add "output_bytes" to its layers'
-            )
-    for smaller, larger in pairwise(ordered):
-        if smaller.batch == larger.batch:
-            raise ConfigError(f"batch size {larger.batch} is there twice")
-
-    def curve(index: int, field: str) -> Curve:
-        points = tuple(
-            (profile.batch, round(1e6 * getattr(profile.layers[index], field)))
-            for profile in ordered
-        )
-        return _curve(points, fixed_share)
-
-    layers = [
-        Layer(
-            layer.name,
-            curve(index, "forward_ms"),
-            curve(index, "backward_ms"),
-            layer.nbytes,
-            layer.output_bytes,
-        )
-        for index, layer in enumerate(first.layers)
-    ]
-    assumed = _assumed([profile.batch for profile in ordered], fixed_share)
-    return ModelGraph(first.name, first.description, ordered[-1].batch, tuple(layers), assumed)
 
 
 @dataclass(frozen=True)
@@ -227,22 +189,39 @@ class _Model:
     description: str = ""
 
 
-def _parse_graph(content: dict[str, Any], origin: str, fixed_share: float) -> ModelGraph:
-    known = {field.name for field in fields(_Model)}
-    its = {"name": Path(origin).stem, **{k: v for k, v in content.items() if k in known}}
-    try:
-        model = from_json(_Model, json.dumps(its))
-        batches = model.batches
-        if not batches or batches[0] < 1 or list(batches) != sorted(set(batches)):
-            raise ValueError(f"batches is {list(batches)}, expected growing sizes")
-        chain = _chain(model.layers, batches, fixed_share, "the model")
-        if not chain:
-            raise ValueError("a model begins with a layer")
-    except ValueError as error:
-        text = str(error).replace(_Model.__name__, "it")
-        raise ConfigError(f"profile {origin}: {text}") from None
-    assumed = _assumed(batches, fixed_share)
-    return ModelGraph(model.name, model.description, batches[-1], chain, assumed)
+def _recorded(profiles: Sequence[Profile]) -> _Model:
+    """The chain of layers that profiles of one model, at different batch sizes, describe."""
+    ordered = sorted(profiles, key=lambda profile: profile.batch)
+    first = ordered[0]
+    for profile in ordered:
+        if profile.batch < 1:
+            raise ConfigError(
+                f"profile {profile.name}: it has no batch size; record it "
+                'with `bytesched bench --record`, or add "batch"'
+            )
+        if [layer.name for layer in profile.layers] != [layer.name for layer in first.layers]:
+            raise ConfigError(f"profiles {first.name} and {profile.name} have different layers")
+        if len(profile.layers) > 1 and not any(layer.output_bytes for layer in profile.layers):
+            raise ConfigError(
+                f"profile {profile.name}: it lacks what its layers hand on; record it again "
+                'with `bytesched bench --record`, or add "output_bytes" to its layers'
+            )
+    for smaller, larger in pairwise(ordered):
+        if smaller.batch == larger.batch:
+            raise ConfigError(f"batch size {larger.batch} is there twice")
+
+    items = tuple(
+        _Item(
+            layer.output_bytes,
+            layer.name,
+            tuple(profile.layers[index].forward_ms for profile in ordered),
+            tuple(profile.layers[index].backward_ms for profile in ordered),
+            layer.nbytes,
+        )
+        for index, layer in enumerate(first.layers)
+    )
+    batches = tuple(profile.batch for profile in ordered)
+    return _Model(batches, items, first.name, first.description)
 
 
 def _chain(items: Sequence[_Item], batches: Sequence[int], fixed_share: float, where: str) -> Chain:
@@ -263,12 +242,13 @@ def _chain(items: Sequence[_Item], batches: Sequence[int], fixed_share: float, w
                     f"{here}: forward_ms and backward_ms: expected a time in milliseconds for each "
                     f"of {len(batches)} batch sizes"
                 )
-            forward, backward = (
-                _curve(
-                    tuple((b, round(1e6 * ms)) for b, ms in zip(batches, times_ms, strict=True)),
-                    fixed_share,
-                )
+            points = [
+                tuple((b, round(1e6 * ms)) for b, ms in zip(batches, times_ms, strict=True))
                 for times_ms in of_layer
+            ]
+            forward, backward = (
+                Curve(each) if len(each) > 1 else curve_from_one(*each[0], fixed_share)
+                for each in points
             )
             chain.append(Layer(name, forward, backward, item.parameter_bytes, item.output_bytes))
         elif not chain:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import pairwise, product
+from operator import add
 from typing import NamedTuple
 
 from bytesched.burst.cost import Place, PlacedBranches, Plan, Task
@@ -198,14 +199,7 @@ class ItemCosts:
 
 
 def _after(first: Cost, second: Cost) -> Cost:
-    return Cost(
-        first.forward_ns + second.forward_ns,
-        first.backward_ns + second.backward_ns,
-        first.link_ns + second.link_ns,
-        first.device_ns + second.device_ns,
-        first.plan + second.plan,
-        first.branches + second.branches,
-    )
+    return Cost._make(map(add, first, second))
 
 
 def _beside(one: Cost, other: Cost) -> Cost:

@@ -14,7 +14,6 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from bytesched.burst.cost import Place, PlacedBranches, Plan, Schedule, Task, schedule
-from bytesched.burst.graph import Chain
 from bytesched.burst.items import Cost, ItemCosts
 from bytesched.errors import ConfigError
 
@@ -49,6 +48,7 @@ class _Bounds(NamedTuple):
     most_link_ns: int
 
 
+#: of an item, what it costs from each place before it to each of its own
 _Options = dict[tuple[Place | None, Place], list[Cost]]
 
 
@@ -63,101 +63,83 @@ def fastest_plan(task: Task) -> Found:
         )
     if task.cluster.devices < 1:
         raise ConfigError(f"{task.cluster.devices} devices: at least 1")
-    return _Search(task).run()
+    whole = Place(0, task.cluster.devices)
+    items = ItemCosts(task)
+    steps: list[_Options] = []
+    places: list[Place | None] = [None]
+    sample_bytes = 0
+    for item in task.graph.chain:
+        options: _Options = {}
+        for before in places:
+            for place, costs in items.item(item, before, sample_bytes, whole).items():
+                options[before, place] = costs
+        steps.append(options)
+        places = list(dict.fromkeys(place for _, place in options))
+        sample_bytes = item.output_bytes
+    bounds = _bounds(steps)
+    first = _pass(steps, bounds, task.budget_ns, beam=_BEAM)
+    assert first is not None, "one device is always within the budget"
+    best = _pass(steps, bounds, task.budget_ns, limit_ns=first.time_ns) or first
+    placed: list[Place | PlacedBranches] = []
+    label: _Label | None = best
+    while label is not None:
+        placed[:0] = label.placed
+        label = label.before
+    timeline = schedule(task, tuple(placed))
+    assert (timeline.time_ns, timeline.device_ns) == (best.time_ns, best.device_ns), (
+        f"the search computed {best.time_ns} ns and {best.device_ns} device-ns, the timeline "
+        f"of its plan has {timeline.time_ns} and {timeline.device_ns}"
+    )
+    return Found(tuple(placed), timeline)
 
 
-class _Search:
-    """One search; see the module."""
+def _pass(
+    steps: Sequence[_Options],
+    bounds: Sequence[_Bounds],
+    budget_ns: int,
+    *,
+    beam: int | None = None,
+    limit_ns: int | None = None,
+) -> _Label | None:
+    """The best label of the whole model; with a beam, a good one."""
+    labels: dict[Place | None, list[_Label]] = {None: [_Label(0, 0, 0, None, ())]}
+    for options, rest in zip(steps, bounds, strict=True):
+        grown: dict[Place | None, list[_Label]] = {}
+        for (before, place), costs in options.items():
+            grown.setdefault(place, []).extend(
+                label
+                for begun in labels.get(before, ())
+                for cost in costs
+                if (label := _extended(begun, cost, rest, budget_ns, limit_ns)) is not None
+            )
+        labels = {place: _undominated(found) for place, found in grown.items()}
+        if beam is not None:
+            # The fastest ones, and the cheapest, so that the budget can always be kept.
+            labels = {
+                place: [*found[:beam], *sorted(found, key=lambda x: x.device_ns)[:beam]]
+                for place, found in labels.items()
+            }
+    ends = [label for found in labels.values() for label in found]
+    return min(ends, key=lambda label: (label.time_ns, label.device_ns), default=None)
 
-    def __init__(self, task: Task) -> None:
-        self._task = task
-        self._budget_ns = task.budget_ns
-        self._items = ItemCosts(task)
 
-    def run(self) -> Found:
-        chain = self._task.graph.chain
-        whole = Place(0, self._task.cluster.devices)
-        steps = self._steps(chain, whole)
-        bounds = _bounds(steps)
-        first = self._pass(steps, bounds, beam=_BEAM, limit_ns=None)
-        assert first is not None, "one device is always within the budget"
-        best = self._pass(steps, bounds, beam=None, limit_ns=first.time_ns) or first
-        placed: list[Place | PlacedBranches] = []
-        label: _Label | None = best
-        while label is not None:
-            placed[:0] = label.placed
-            label = label.before
-        plan = tuple(placed)
-        timeline = schedule(self._task, plan)
-        assert (timeline.time_ns, timeline.device_ns) == (best.time_ns, best.device_ns), (
-            f"the search computed {best.time_ns} ns and {best.device_ns} device-ns, the timeline "
-            f"of its plan has {timeline.time_ns} and {timeline.device_ns}"
-        )
-        return Found(plan, timeline)
-
-    # -- the chain of the model --------------------------------------------------------
-
-    def _steps(self, chain: Chain, lane: Place) -> list[_Options]:
-        """For each item of a chain, what it costs from each place before it to each of its own."""
-        steps: list[_Options] = []
-        places: list[Place | None] = [None]
-        sample_bytes = 0
-        for item in chain:
-            options: _Options = {}
-            for before in places:
-                for place, costs in self._items.item(item, before, sample_bytes, lane).items():
-                    options[before, place] = costs
-            steps.append(options)
-            places = list(dict.fromkeys(place for _, place in options))
-            sample_bytes = item.output_bytes
-        return steps
-
-    def _pass(
-        self,
-        steps: Sequence[_Options],
-        bounds: Sequence[_Bounds],
-        *,
-        beam: int | None,
-        limit_ns: int | None,
-    ) -> _Label | None:
-        """The best label of the whole model; with a beam, a good one."""
-        labels: dict[Place | None, list[_Label]] = {None: [_Label(0, 0, 0, None, ())]}
-        for options, rest in zip(steps, bounds, strict=True):
-            grown: dict[Place | None, list[_Label]] = {}
-            for (before, place), costs in options.items():
-                grown.setdefault(place, []).extend(
-                    label
-                    for begun in labels.get(before, ())
-                    for cost in costs
-                    if (label := self._extended(begun, cost, rest, limit_ns)) is not None
-                )
-            labels = {place: _undominated(found) for place, found in grown.items()}
-            if beam is not None:
-                # The fastest ones, and the cheapest, so that the budget can always be kept.
-                labels = {
-                    place: [*found[:beam], *sorted(found, key=lambda x: x.device_ns)[:beam]]
-                    for place, found in labels.items()
-                }
-        ends = [label for found in labels.values() for label in found]
-        return min(ends, key=lambda label: (label.time_ns, label.device_ns), default=None)
-
-    def _extended(
-        self, label: _Label, cost: Cost, rest: _Bounds, limit_ns: int | None
-    ) -> _Label | None:
-        """The label with one more item; None if nothing better can come of it."""
-        exposed_ns = label.slack_ns + cost.link_ns
-        compute_ns = cost.forward_ns + cost.backward_ns
-        time_ns = label.time_ns + compute_ns + max(0, exposed_ns)
-        if limit_ns is not None and time_ns + rest.least_time_ns > limit_ns:
-            return None
-        device_ns = label.device_ns + cost.device_ns
-        if device_ns + rest.least_device_ns > self._budget_ns:
-            return None
-        # T' = f + b + max(T, U + link), U' = U + f + link, slack = U - T
-        slack_ns = exposed_ns - cost.backward_ns - max(0, exposed_ns)
-        # Below this, gradients remain hidden whatever comes.
-        slack_ns = max(slack_ns, -rest.most_link_ns)
-        return _Label(time_ns, slack_ns, device_ns, label, cost.plan)
+def _extended(
+    label: _Label, cost: Cost, rest: _Bounds, budget_ns: int, limit_ns: int | None
+) -> _Label | None:
+    """The label with one more item; None if nothing better can come of it."""
+    exposed_ns = label.slack_ns + cost.link_ns
+    compute_ns = cost.forward_ns + cost.backward_ns
+    time_ns = label.time_ns + compute_ns + max(0, exposed_ns)
+    if limit_ns is not None and time_ns + rest.least_time_ns > limit_ns:
+        return None
+    device_ns = label.device_ns + cost.device_ns
+    if device_ns + rest.least_device_ns > budget_ns:
+        return None
+    # T' = f + b + max(T, U + link), U' = U + f + link, slack = U - T
+    slack_ns = exposed_ns - cost.backward_ns - max(0, exposed_ns)
+    # Below this, gradients remain hidden whatever comes.
+    slack_ns = max(slack_ns, -rest.most_link_ns)
+    return _Label(time_ns, slack_ns, device_ns, label, cost.plan)
 
 
 def _undominated(labels: Iterable[_Label]) -> list[_Label]:

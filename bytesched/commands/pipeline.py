@@ -11,12 +11,20 @@ from typing import Final
 from bytesched.errors import ConfigError, PluginError
 from bytesched.lab.hosts import parse_rate
 from bytesched.parser import CommandParser, Option, read_by, within, writable_file
-from bytesched.pipeline.inputs import PLACEMENTS, load_chain, placed, read_placement
 from bytesched.pipeline.order import Order
 from bytesched.pipeline.replay import Timeline, replay
 from bytesched.pipeline.report import draw, lines
 from bytesched.pipeline.search import Found, search
-from bytesched.pipeline.stages import Link, Pipeline, Stage, cut
+from bytesched.pipeline.stages import (
+    PLACEMENTS,
+    Link,
+    Pipeline,
+    Stage,
+    cut,
+    load_chain,
+    placed,
+    read_placement,
+)
 from bytesched.values import parse_size
 
 __all__ = ["main"]

@@ -41,7 +41,3 @@ class SchedulingCallback(Training, Callback):  # type: ignore[misc]
                 'scheduled with strategy="ddp"'
             )
         self._begin(trainer.optimizers, model)
-
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Called by the trainer, on every rank."""
-        self._end()

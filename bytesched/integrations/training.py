@@ -13,8 +13,6 @@ if TYPE_CHECKING:
 
     from bytesched.config import ConfigFields
 
-__all__ = ["Training"]
-
 log = logging.getLogger("bytesched")
 
 
@@ -44,6 +42,10 @@ class Training:
         for optimizer in self._wrapped:
             plugins.unwrap(optimizer)
         self._wrapped.clear()
+
+    def on_train_end(self, *_: Any, **__: Any) -> None:
+        """Called by the trainer, on every rank."""
+        self._end()
 
     @property
     def stats(self) -> dict[str, int | float | str]:

@@ -26,10 +26,6 @@ class SchedulingCallback(Training, TrainerCallback):  # type: ignore[misc]
         if args.world_size > 1:
             self._begin([kwargs["optimizer"]], _ddp_around(kwargs["model"]))
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Called by the trainer, on every rank."""
-        self._end()
-
 
 def _ddp_around(model: Any) -> Any:
     """What the trainer has made of ``model``, which is all that it shows to callbacks."""

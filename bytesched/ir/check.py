@@ -7,11 +7,8 @@ from collections.abc import Mapping
 from itertools import combinations
 
 from bytesched.errors import ConfigError
-from bytesched.ir.pieces import covered
-from bytesched.ir.program import Held, Operator, Program, Transfer
+from bytesched.ir.program import Held, Operator, Program, Transfer, covered
 from bytesched.ir.replay import Link, Replayed, replay
-
-__all__ = ["CollectiveOrderError", "LayoutError", "MemoryLimitError", "check"]
 
 
 class LayoutError(ConfigError):

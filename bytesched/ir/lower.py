@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 
 from bytesched.errors import ConfigError
-from bytesched.ir.pieces import Tensor
-from bytesched.ir.program import Operator, Program, Transfer
+from bytesched.ir.program import Operator, Program, Tensor, Transfer
 from bytesched.pipeline.order import Action, Kind, Order
 from bytesched.task import CommTask
-
-__all__ = ["comm_tasks", "gradient_groups", "pipeline_order", "tensor_plan"]
 
 
 def pipeline_order(program: Program, stages: Sequence[Sequence[str]], replica: int = 0) -> Order:
@@ -31,9 +28,9 @@ def pipeline_order(program: Program, stages: Sequence[Sequence[str]], replica: i
         actions = []
         for name in names:
             operator = program.named[name]
-            if isinstance(operator, Operator) and operator.phase in kinds:
-                if operator.at("dp") != replica:
-                    continue
+            if not isinstance(operator, Operator) or operator.phase not in kinds:
+                continue
+            if operator.at("dp") == replica:
                 stage, kind = stage_of[operator.layer], kinds[operator.phase]
                 actions.append(Action(stage, kind, operator.at("micro")))
         row = tuple(action for action, _ in groupby(actions))
@@ -88,12 +85,10 @@ def gradient_groups(program: Program) -> tuple[tuple[int, ...], ...]:
     return tuple(sorted({transfer.ranks for transfer in _reductions(program)}))
 
 
-def _reductions(program: Program) -> list[Transfer]:
-    return [
-        transfer
-        for transfer in program.transfers
-        if transfer.kind == "all_reduce" and transfer.gives[0].piece.tensor.what == "weight"
-    ]
+def _reductions(program: Program) -> Iterator[Transfer]:
+    for transfer in program.transfers:
+        if transfer.kind == "all_reduce" and transfer.gives[0].piece.tensor.what == "weight":
+            yield transfer
 
 
 def comm_tasks(program: Program, rank: int, itemsize: int = 4) -> tuple[CommTask, ...]:

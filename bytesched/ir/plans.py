@@ -10,12 +10,9 @@ from bytesched.burst.cost import Task as BurstTask
 from bytesched.burst.graph import Chain
 from bytesched.burst.graph import Layer as BurstLayer
 from bytesched.errors import ConfigError
-from bytesched.ir.pieces import Piece, Share, Tensor
-from bytesched.ir.program import Layer, Operator, Phase, Program
+from bytesched.ir.program import Layer, Operator, Phase, Piece, Program, Share, Tensor
 from bytesched.ir.transform import order, place, split
 from bytesched.pipeline.order import Order
-
-__all__ = ["burst", "data_parallel", "pipelined", "tensor_parallel", "training"]
 
 _PHASES: dict[str, tuple[Phase, ...]] = {"B": ("B",), "IW": ("I", "W")}
 

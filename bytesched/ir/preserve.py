@@ -13,11 +13,8 @@ from itertools import chain
 from typing import Literal
 
 from bytesched.errors import ConfigError
-from bytesched.ir.pieces import Piece, Tensor, covered
-from bytesched.ir.program import Held, Operator, Program, Transfer
+from bytesched.ir.program import Held, Operator, Piece, Program, Tensor, Transfer, covered
 from bytesched.ir.replay import Link, replay
-
-__all__ = ["preserve"]
 
 
 def preserve(program: Program, link: Link) -> Program:
@@ -43,16 +40,13 @@ def preserve(program: Program, link: Link) -> Program:
             raise ConfigError(f"rank {held.rank} reads {held.piece}, which no operator writes")
     for each in edges.values():
         inserted += each.joined()
-    return _ordered(program.with_operators((*program.computes, *inserted)), link)
-
-
-def _ordered(program: Program, link: Link) -> Program:
-    """The program with its transfers in each rank's order, by when they become possible."""
+    program = replace(program, operators=(*program.computes, *inserted))
+    # Transfers stand in each rank's order by when they become possible.
     spans = replay(program, link, ["compute"]).spans
     orders: dict[int, list[str]] = {rank: [] for rank in program.orders}
     for name in sorted(spans, key=lambda name: spans[name].start_s):
-        operator = program.named[name]
-        for rank in operator.ranks if operator.lanes else ():
+        placed = program.named[name]
+        for rank in placed.ranks if placed.lanes else ():
             orders.setdefault(rank, []).append(name)
     return replace(program, orders={rank: tuple(names) for rank, names in orders.items()})
 

@@ -11,8 +11,6 @@ from bytesched.errors import ConfigError
 from bytesched.ir.program import Held, Lane, Operator, Program, Transfer
 from bytesched.link.algorithms import ALGORITHMS
 
-__all__ = ["CyclicPlanError", "Link", "Peak", "Replayed", "Span", "dependencies", "replay"]
-
 
 class CyclicPlanError(ConfigError):
     """Operators of a plan wait for each other in a circle."""

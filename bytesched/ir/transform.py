@@ -11,11 +11,8 @@ from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
 from bytesched.errors import ConfigError
-from bytesched.ir.pieces import Axis, Piece, Share
-from bytesched.ir.program import Operator, Part, Program
+from bytesched.ir.program import Axis, Operator, Part, Piece, Program, Share
 from bytesched.values import nearest
-
-__all__ = ["grid", "order", "place", "split"]
 
 
 class _Way(NamedTuple):

@@ -16,13 +16,12 @@ from bytesched.errors import (
     SchedulerClosed,
     SchedulerTimeout,
 )
-from bytesched.kvstore.protocol import Key, describe
-
-__all__ = ["LocalKVStore"]
+from bytesched.kvstore.protocol import Key, describe, known
 
 
 @dataclass
 class _Entry:
+    what: str
     value: Any
     #: what the workers pushed in this step, by rank
     pushed: dict[int, Any] = field(default_factory=dict)
@@ -101,7 +100,7 @@ class LocalKVStore:
                 raise InvalidTransition(f"key {key!r} has been initialised already")
         first = self._meet(f"init {key!r} as {describe(value)}", copy.deepcopy(value))
         with self._shared.changed:
-            self._shared.entries.setdefault(key, _Entry(first))
+            self._shared.entries.setdefault(key, _Entry(describe(first), first))
 
     def delete(self, key: Key) -> None:
         """Forgets ``key``; every worker calls it."""
@@ -164,15 +163,7 @@ class LocalKVStore:
     def _entry(self, key: Key, value: Any, what: str) -> _Entry:
         if self._closed:
             raise SchedulerClosed(f"{what} of key {key!r} on a closed store")
-        entry = self._shared.entries.get(key)
-        if entry is None:
-            raise InvalidTransition(f"{what} of key {key!r}, which has not been initialised")
-        if describe(value) != describe(entry.value):
-            raise MismatchError(
-                f"{what} of key {key!r} with {describe(value)}; it was initialised as "
-                f"{describe(entry.value)}"
-            )
-        return entry
+        return known(self._shared.entries, key, what, value)
 
     def _meet(self, what: str, value: Any = None) -> Any:
         """Returns the value of worker 0 when all workers have come here, to do the same."""

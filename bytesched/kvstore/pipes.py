@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as TooLate
+from contextlib import nullcontext
 from functools import partial
 from queue import SimpleQueue
 from threading import Lock, Thread, current_thread
@@ -23,8 +24,6 @@ from bytesched.policy import named_policy
 from bytesched.scheduler import Done, EventThread, Scheduler
 from bytesched.task import CommTask
 from bytesched.urgency import URGENCY
-
-__all__ = ["NO_LIMIT", "Chunk", "Pipes", "Work", "chunks_on_their_way"]
 
 #: of a window that has room for everything
 NO_LIMIT = 1 << 62
@@ -152,13 +151,11 @@ class Pipes:
         self.limit(credit_bytes)
 
     def limit(self, credit_bytes: int) -> None:
-        """Sets the credit of each pipe."""
         for pipe in self._limited:
             pipe.core.credit_bytes = credit_bytes
 
     @property
     def chunk_count(self) -> int:
-        """How many chunks were added."""
         return len(self._chunks) // 2
 
     def add(self, chunk: Chunk) -> None:
@@ -178,13 +175,12 @@ class Pipes:
     def _begin(self, pipe: Scheduler, task: CommTask, array: Any) -> Work:
         work, is_ready = Work(), False
         with self._lock:
-            error = self.error
-            if error is None:
+            if self.error is None:
                 is_ready = task.notify_ready()
                 self._begun[task] = work, array
-        if error is not None:
-            work.set_exception(error)
-        elif is_ready:
+            else:
+                work.set_exception(self.error)
+        if is_ready:
             pipe.notify_ready(task)
         return work
 
@@ -204,22 +200,15 @@ class Pipes:
     ) -> None:
         """Returns when ``work`` has ended; raises its error, or SchedulerTimeout."""
         timeout_s = timeout_s or self.timeout_s
-        if URGENCY.is_held and not work.done():
-            with URGENCY.waiting():
-                self._wait(work, what, task, timeout_s)
-        else:
-            self._wait(work, what, task, timeout_s)
-
-    def _wait(self, work: Future[None], what: str, task: str, timeout_s: float) -> None:
-        try:
-            error = work.exception(timeout_s)
-        except TooLate:
-            raise SchedulerTimeout(
-                f"waited {timeout_s:g} s for {what}",
-                task=task,
-                rank=self._rank,
-                story=self.story(),
-            ) from None
+        is_held = URGENCY.is_held and not work.done()
+        with URGENCY.waiting() if is_held else nullcontext():
+            try:
+                error = work.exception(timeout_s)
+            except TooLate:
+                what = f"waited {timeout_s:g} s for {what}"
+                raise SchedulerTimeout(
+                    what, task=task, rank=self._rank, story=self.story()
+                ) from None
         if error is not None:
             raise error.with_traceback(None)
 
@@ -273,12 +262,7 @@ class Pipes:
 
 
 class _Moving:
-    """A transport over the pushes, or the pulls, of a store.
-
-    Args:
-        call: "push" or "pull".
-        details: key, memory and priority of a task.
-    """
+    """A transport over the pushes, or the pulls, of a store."""
 
     def __init__(
         self, store: Any, call: str, details: Callable[[CommTask], tuple[Key, Any, int]]

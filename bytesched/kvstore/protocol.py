@@ -6,10 +6,10 @@ or, with an optimizer in the store, the updated value.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Protocol, TypeAlias
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, TypeAlias, TypeVar
 
-__all__ = ["AsyncKVStore", "Ended", "KVStore", "Key", "describe"]
+from bytesched.errors import InvalidTransition, MismatchError
 
 Key: TypeAlias = int | str
 """The name of a value in a store."""
@@ -77,3 +77,28 @@ class AsyncKVStore(KVStore, Protocol):
 def describe(value: Any) -> str:
     """Shape and dtype of an array, such as "float32 (4, 3)"."""
     return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
+
+
+class Described(Protocol):
+    """What a store knows of a key."""
+
+    #: see `describe`
+    what: str
+
+
+EntryT = TypeVar("EntryT", bound=Described)
+
+
+def known(entries: Mapping[Key, EntryT], key: Key, call: str, value: Any = None) -> EntryT:
+    """The entry of ``key``, for a ``call`` with ``value``.
+
+    Raises InvalidTransition if there is none, and MismatchError for a value of another kind.
+    """
+    entry = entries.get(key)
+    if entry is None:
+        raise InvalidTransition(f"{call} of key {key!r}, which has not been initialised")
+    if value is not None and describe(value) != entry.what:
+        raise MismatchError(
+            f"{call} of key {key!r} with {describe(value)}; it was initialised as {entry.what}"
+        )
+    return entry

@@ -16,8 +16,6 @@ from bytesched.pipeline.solver import Budget
 from bytesched.pipeline.ticks import Block, Ticks
 from bytesched.pipeline.whole import Rows
 
-__all__ = ["greedy"]
-
 #: between the starts of micro-batches, and how much more urgent one is than the next, in periods
 _SPACINGS = (0.8, 1.0, 1.1, 0.0, 0.9, 1.2, 1.05, 1.3, 1.5, 2.0)
 _AGES = (1.0, 0.0, 2.0)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -18,8 +18,6 @@ from typing import NamedTuple
 from bytesched.errors import ConfigError
 from bytesched.files import read_text, write_text
 from bytesched.values import shown
-
-__all__ = ["Action", "Kind", "Order", "in_turn", "needs"]
 
 _CELL = re.compile(r"([0-9]{1,6})([FBIW])([0-9]{1,6})")
 #: what torch writes as well
@@ -117,13 +115,12 @@ class Order:
     @classmethod
     def read(cls, path: str | Path) -> Order:
         """The order in a file. Raises ``ConfigError`` that names file, row and cell."""
+        origin = f"order {path}"
         try:
             text = read_text(Path(path))
-        except OSError as error:
-            raise ConfigError(f"order {path}: {error.strerror or error}") from None
-        except ValueError as error:
-            raise ConfigError(f"order {path}: {error}") from None
-        return cls.parse(text, f"order {path}")
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{origin}: {getattr(error, 'strerror', None) or error}") from None
+        return cls.parse(text, origin)
 
     @classmethod
     def parse(cls, text: str, origin: str = "order") -> Order:
@@ -158,12 +155,10 @@ class Order:
 
     @property
     def ranks(self) -> int:
-        """How many ranks there are."""
         return len(self.rows)
 
     @property
     def stages(self) -> int:
-        """How many stages there are."""
         return len(self.stage_ranks)
 
     @property
@@ -183,24 +178,28 @@ class Order:
     def __str__(self) -> str:
         return self.to_csv()
 
+    def _cells(self) -> Iterator[tuple[str, int, Action]]:
+        """Every action with its place, for messages, and its rank."""
+        for rank, row in enumerate(self.rows):
+            for column, action in enumerate(row, 1):
+                if action is not None:
+                    yield f"row {rank + 1}, cell {column}", rank, action
+
     def _stage_ranks(self) -> Iterator[int]:
-        ranks: dict[int, int] = {}
         for rank, row in enumerate(self.rows):
             if not any(row):
                 raise ConfigError(
                     f"{self.origin}, row {rank + 1}: rank {rank} has nothing to do; every rank "
                     "needs a stage"
                 )
-            for column, action in enumerate(row, 1):
-                if action is None:
-                    continue
-                first = ranks.setdefault(action.stage, rank)
-                if first != rank:
-                    raise ConfigError(
-                        f"{self.origin}, row {rank + 1}, cell {column}: {action} puts stage "
-                        f"{action.stage} on rank {rank}, but it is on rank {first}; torch keeps a "
-                        "stage on one rank"
-                    )
+        ranks: dict[int, int] = {}
+        for here, rank, action in self._cells():
+            first = ranks.setdefault(action.stage, rank)
+            if first != rank:
+                raise ConfigError(
+                    f"{self.origin}, {here}: {action} puts stage {action.stage} on rank {rank}, "
+                    f"but it is on rank {first}; torch keeps a stage on one rank"
+                )
         if not ranks:
             raise ConfigError(f"{self.origin} is empty: expected a row for each rank")
         for stage in range(len(ranks)):
@@ -213,16 +212,12 @@ class Order:
 
     def _check_counts(self) -> None:
         where: dict[Action, str] = {}
-        for row, actions in enumerate(self.rows, 1):
-            for column, action in enumerate(actions, 1):
-                if action is None:
-                    continue
-                here = f"row {row}, cell {column}"
-                if action in where:
-                    raise ConfigError(
-                        f"{self.origin}, {here}: {action} is there again, after {where[action]}"
-                    )
-                where[action] = here
+        for here, _, action in self._cells():
+            if action in where:
+                raise ConfigError(
+                    f"{self.origin}, {here}: {action} is there again, after {where[action]}"
+                )
+            where[action] = here
         for stage in range(self.stages):
             for micro_batch in range(self.micro_batches):
                 found = "".join(
@@ -238,46 +233,41 @@ class Order:
         """Follow all rows as far as they go."""
         over = {action for action, _ in in_turn(self.rows, self.stages)}
         everything = set(self.actions())
-        for rank, row in enumerate(self.rows):
-            for column, action in enumerate(row, 1):
-                if action is None or action in over:
-                    continue
-                missing = [
-                    str(need) for need in needs(action, self.stages, everything) if need not in over
-                ]
-                raise ConfigError(
-                    f"{self.origin}, row {rank + 1}, cell {column}: {action} waits for "
-                    f"{' and '.join(missing)}, which never comes: "
-                    f"{self._reason(missing, rank)}"
-                )
-
-    def _reason(self, missing: Iterable[str], rank: int) -> str:
-        later = {str(action) for action in self.rows[rank] if action is not None}
-        own = [each for each in missing if each in later]
-        if own:
-            return f"{own[0]} stands behind it in the same row"
-        return "ranks wait for each other in a circle"
+        for here, rank, action in self._cells():
+            if action in over:
+                continue
+            missing = [need for need in needs(action, self.stages, everything) if need not in over]
+            own = [
+                f"{need} stands behind it in the same row"
+                for need in missing
+                if need in self.rows[rank]
+            ]
+            raise ConfigError(
+                f"{self.origin}, {here}: {action} waits for {' and '.join(map(str, missing))}, "
+                f"which never comes: {[*own, 'ranks wait for each other in a circle'][0]}"
+            )
 
 
 def _action(cell: str, where: str) -> Action | None:
     text = cell.strip()
     if not text:
         return None
-    match = _CELL.fullmatch(text)
-    if match is None and _ADDED.fullmatch(text):
-        raise ConfigError(
-            f"{where}: {shown(text)} is not computed, but of torch's format compute_comms: write "
-            "the file with schedule._dump_csv(path, format='compute_only'), or leave such cells "
-            "out (torch adds them itself)"
+    if match := _CELL.fullmatch(text):
+        return Action(int(match[1]), Kind(match[2]), int(match[3]))
+    if _ADDED.fullmatch(text):
+        why = (
+            "not computed, but of torch's format compute_comms: write the file with "
+            "schedule._dump_csv(path, format='compute_only'), or leave such cells out (torch adds "
+            "them itself)"
         )
-    if match is None and (overlapped := _OVERLAPPED.fullmatch(text)):
-        raise ConfigError(
-            f"{where}: {shown(text)} is two actions that torch overlaps: write them as cells of "
-            f"their own, one after the other: {','.join(overlapped[1].split(';'))}"
+    elif overlapped := _OVERLAPPED.fullmatch(text):
+        why = (
+            "two actions that torch overlaps: write them as cells of their own, one after the "
+            f"other: {','.join(overlapped[1].split(';'))}"
         )
-    if match is None:
-        raise ConfigError(
-            f"{where}: {shown(text)} is no action; expected a stage, F, B, I or W, and a "
-            "micro-batch, such as 2I1, or nothing (torch's format compute_only)"
+    else:
+        why = (
+            "no action; expected a stage, F, B, I or W, and a micro-batch, such as 2I1, or "
+            "nothing (torch's format compute_only)"
         )
-    return Action(int(match[1]), Kind(match[2]), int(match[3]))
+    raise ConfigError(f"{where}: {shown(text)} is {why}")

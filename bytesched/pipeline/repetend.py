@@ -15,8 +15,6 @@ from bytesched.pipeline.order import Kind
 from bytesched.pipeline.solver import Budget, OutOfTimeError, Verdict, cp_model, solve
 from bytesched.pipeline.ticks import Ticks
 
-__all__ = ["Repetend", "repetend"]
-
 #: of the time of all: of a try whether there is one of a period, and of making that better
 _TRY_SHARE = 0.06
 _BETTER_SHARE = 0.25

@@ -5,15 +5,14 @@ It knows nothing of the search, and judges what the search finds and torch's own
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
 from bytesched.errors import ConfigError
 from bytesched.pipeline.order import Action, Kind, Order, in_turn
 from bytesched.pipeline.stages import Pipeline
-
-__all__ = ["Reduction", "Span", "Timeline", "Transfer", "replay"]
 
 
 class Span(NamedTuple):
@@ -88,21 +87,11 @@ def replay(order: Order, pipeline: Pipeline) -> Timeline:
             f"{order.origin} has its stages on ranks {list(order.stage_ranks)}, the pipeline on "
             f"{list(pipeline.stage_ranks)}"
         )
-    spans, transfers = _follow(order, pipeline)
-    rows = [[action for action in row if action is not None] for row in order.rows]
-    return Timeline(
-        tuple(spans[action] for row in rows for action in row),
-        tuple(transfers),
-        _reductions(_completed_s(spans.values(), order.stages), pipeline),
-        tuple(_peak_bytes(row, pipeline) for row in rows),
-    )
-
-
-def _follow(order: Order, pipeline: Pipeline) -> tuple[dict[Action, Span], list[Transfer]]:
-    """What every rank does when, as soon as it can, and what travels between them."""
     spans: dict[Action, Span] = {}
     transfers: list[Transfer] = []
     at_s = [0.0] * order.ranks
+    #: when each stage has all its gradients
+    done_s = [0.0] * order.stages
     for action, needed in in_turn(order.rows, order.stages):
         rank = order.stage_ranks[action.stage]
         start_s = at_s[rank]
@@ -114,25 +103,16 @@ def _follow(order: Order, pipeline: Pipeline) -> tuple[dict[Action, Span], list[
                 transfers.append(Transfer(made.rank, rank, need, made.end_s, arrival_s))
         at_s[rank] = start_s + pipeline.seconds(action.stage, action.kind)
         spans[action] = Span(rank, action, start_s, at_s[rank])
-    return spans, transfers
-
-
-def _completed_s(spans: Iterable[Span], stages: int) -> list[float]:
-    """When each stage has all its gradients; 0 where it never gets any."""
-    found_s = [0.0] * stages
-    for span in spans:
-        if span.action.kind in (Kind.BACKWARD, Kind.WEIGHT_GRADIENT):
-            found_s[span.action.stage] = max(found_s[span.action.stage], span.end_s)
-    return found_s
-
-
-def _peak_bytes(row: list[Action], pipeline: Pipeline) -> int:
-    """Of actions one after the other: a forward holds from its start, a backward to its end."""
-    held = peak = 0
-    for action in row:
-        held += pipeline.held_bytes(action)
-        peak = max(peak, held)
-    return peak
+        if action.kind in (Kind.BACKWARD, Kind.WEIGHT_GRADIENT):
+            done_s[action.stage] = max(done_s[action.stage], at_s[rank])
+    rows = [[action for action in row if action is not None] for row in order.rows]
+    return Timeline(
+        tuple(spans[action] for row in rows for action in row),
+        tuple(transfers),
+        _reductions(done_s, pipeline),
+        # A forward holds from its start, a backward to its end.
+        tuple(max(accumulate(map(pipeline.held_bytes, row), initial=0)) for row in rows),
+    )
 
 
 def _reductions(done_s: Sequence[float], pipeline: Pipeline) -> tuple[Reduction, ...]:

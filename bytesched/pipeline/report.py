@@ -12,8 +12,6 @@ from bytesched.report.canvas import AFTER, INK, QUIET, canvas, strip
 from bytesched.table import aligned
 from bytesched.values import size_text
 
-__all__ = ["draw", "lines"]
-
 _COLOURS = {
     Kind.FORWARD: (AFTER, "forward"),
     Kind.BACKWARD: ("#2c6e8f", "backward"),

@@ -17,8 +17,6 @@ from bytesched.pipeline.ticks import Ticks
 from bytesched.pipeline.whole import Rows, best_between
 from bytesched.values import size_text
 
-__all__ = ["Found", "search"]
-
 #: actions of an iteration that is searched at once, and of a part of one that is not
 _SMALL = 100
 _PART = 48

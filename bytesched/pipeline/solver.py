@@ -10,8 +10,6 @@ from typing import Any
 
 from bytesched.errors import PluginError
 
-__all__ = ["Budget", "OutOfTimeError", "Solution", "Verdict", "cp_model", "solve"]
-
 #: of the solver's own measure of work, which is about seconds of a slow core
 _WORK_PER_S = 0.7
 

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 
-from bytesched.pipeline.order import Action, Kind
+from bytesched.pipeline.order import Action, Kind, needs
 from bytesched.pipeline.stages import Pipeline
-
-__all__ = ["Block", "Ticks"]
 
 _PER_S = 10**9
 #: of the busiest rank's work on a micro-batch: beyond, the search is slow and no better
@@ -54,13 +51,13 @@ class Ticks:
             most: ticks of the busiest rank's work on a micro-batch.
         """
         stages = range(len(pipeline.stages))
-        crossings_s = [pipeline.crossing_s(stage, stage + 1) for stage in stages[:-1]]
-        times_s = [
-            pipeline.seconds(stage, kind)
-            for stage in stages
-            for kind in pipeline.kinds(stage, split_backward)
-        ]
-        times_s += crossings_s + [pipeline.reduction_s(stage) for stage in stages]
+        actions = [Action(stage, Kind.FORWARD, 0) for stage in stages]
+        for stage in reversed(stages):
+            kinds = pipeline.kinds(stage, split_backward)[1:]
+            actions += [Action(stage, kind, 0) for kind in kinds]
+        times_s = [pipeline.seconds(action.stage, action.kind) for action in actions]
+        times_s += [pipeline.crossing_s(stage, stage + 1) for stage in stages[:-1]]
+        times_s += [pipeline.reduction_s(stage) for stage in stages]
         measure = math.gcd(*(round(time_s * _PER_S) for time_s in times_s)) or 1
         busiest = max(pipeline.work_s(rank) for rank in range(pipeline.ranks)) * _PER_S
         exact = busiest / measure <= most
@@ -69,26 +66,19 @@ class Ticks:
         def ticks(time_s: float) -> int:
             return round(time_s / tick_s)
 
-        at: dict[tuple[int, Kind], int] = {}
-        blocks: list[Block] = []
-        for stage, kind in _sequence(pipeline, split_backward):
-            needed: list[tuple[int, int]] = []
-            if kind is Kind.FORWARD and stage:
-                needed.append((at[stage - 1, kind], ticks(crossings_s[stage - 1])))
-            if kind in (Kind.BACKWARD, Kind.INPUT_GRADIENT):
-                needed.append((at[stage, Kind.FORWARD], 0))
-                if stage < stages[-1]:
-                    later = pipeline.kinds(stage + 1, split_backward)[1]
-                    needed.append((at[stage + 1, later], ticks(crossings_s[stage])))
-            if kind is Kind.WEIGHT_GRADIENT:
-                needed.append((at[stage, Kind.INPUT_GRADIENT], 0))
-            at[stage, kind] = len(blocks)
-            held = pipeline.held_bytes(Action(stage, kind, 0))
-            duration = ticks(pipeline.seconds(stage, kind))
-            rank = pipeline.stage_ranks[stage]
-            blocks.append(Block(stage, kind, rank, duration, held, tuple(needed)))
+        at = {action: position for position, action in enumerate(actions)}
+
+        def block(action: Action) -> Block:
+            stage, kind, _ = action
+            needed = tuple(
+                (at[need], ticks(pipeline.crossing_s(need.stage, stage)))
+                for need in needs(action, len(stages), at)
+            )
+            duration, held = ticks(pipeline.seconds(stage, kind)), pipeline.held_bytes(action)
+            return Block(stage, kind, pipeline.stage_ranks[stage], duration, held, needed)
+
         return cls(
-            tuple(blocks),
+            tuple(map(block, actions)),
             pipeline.ranks,
             tuple(ticks(pipeline.reduction_s(stage)) for stage in stages),
             pipeline.stage_ranks,
@@ -108,11 +98,8 @@ class Ticks:
         """When each block can start, at best, after the start of its micro-batch."""
         starts: list[int] = []
         for block in self.blocks:
-            starts.append(
-                max(
-                    (starts[n] + self.blocks[n].duration + gap for n, gap in block.needs), default=0
-                )
-            )
+            arrivals = (starts[n] + self.blocks[n].duration + gap for n, gap in block.needs)
+            starts.append(max(arrivals, default=0))
         return starts
 
     def after(self) -> list[int]:
@@ -172,12 +159,3 @@ class Ticks:
                     + min(tails[n] for n in holding if self.blocks[n].held < 0)
                 )
         return max(bounds)
-
-
-def _sequence(pipeline: Pipeline, split_backward: bool) -> Iterator[tuple[int, Kind]]:
-    stages = range(len(pipeline.stages))
-    for stage in stages:
-        yield stage, Kind.FORWARD
-    for stage in reversed(stages):
-        for kind in pipeline.kinds(stage, split_backward)[1:]:
-            yield stage, kind

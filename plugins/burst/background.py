@@ -7,7 +7,6 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from time import monotonic, perf_counter_ns
-from types import TracebackType
 
 import torch
 
@@ -126,12 +125,7 @@ class Background:
     def __enter__(self) -> Background:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._stop()
         if error is None:
             self.close()
@@ -147,19 +141,26 @@ class Background:
 
     # -- the thread of the background --------------------------------------------------
 
-    def _may_begin(self) -> bool:
-        return not self._paused and self._admission.fits(perf_counter_ns())
-
     def _run(self) -> None:
+        stream: torch.cuda.Stream | None = None
         try:
-            stream = self._own_stream()
+            if self._device is not None:
+                # The lowest priority there is: a foreground on one of higher priority goes first.
+                stream = torch.cuda.Stream(self._device, priority=0)
+                # What the job begins with was made on other streams.
+                stream.wait_stream(torch.cuda.default_stream(self._device))
         except Exception as error:  # noqa: BLE001 - check() raises it
             self._end(f"making a stream on {self._device} raised", error)
             return
         while True:
             with self._changed:
                 # What does not fit now will not fit later in this gap: the next one notifies.
-                self._changed.wait_for(lambda: self._closed or self._may_begin())
+                self._changed.wait_for(
+                    lambda: (
+                        self._closed
+                        or (not self._paused and self._admission.fits(perf_counter_ns()))
+                    )
+                )
                 if self._closed or self._error is not None:
                     return
                 self._running_since_s = monotonic()
@@ -185,15 +186,6 @@ class Background:
         log.error("%s; the foreground goes on", what, exc_info=error)
         self._error = BackgroundError(f"{what} {type(error).__name__}: {error}")
         self._error.__cause__ = error
-
-    def _own_stream(self) -> torch.cuda.Stream | None:
-        if self._device is None:
-            return None
-        # The lowest priority there is: a foreground on streams of higher priority goes first.
-        stream = torch.cuda.Stream(self._device, priority=0)
-        # What the job begins with was made on other streams.
-        stream.wait_stream(torch.cuda.default_stream(self._device))
-        return stream
 
     @contextmanager
     def _on(self, stream: torch.cuda.Stream | None) -> Iterator[None]:

@@ -47,16 +47,13 @@ class GuardedStore(distributed_c10d.Store):
         self._timeout_s = timeout_s
 
     def set(self, key: str, value: str) -> None:
-        """Sets ``key`` for all ranks."""
         self._store.set(key, value)
 
     def get(self, key: str) -> bytes:
-        """What was set, once it was."""
         self.wait([key])
         return self._store.get(key)
 
     def check(self, keys: list[str]) -> bool:
-        """Whether all of them were set."""
         return self._store.check(keys)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:

@@ -51,7 +51,7 @@ class Move:
 
     @classmethod
     def between(
-        cls, source: Place, target: Place, batch: int, rank: int, *, name: str, index: int
+        cls, source: Place, target: Place, batch: int, rank: int, name: str, index: int
     ) -> Move:
         """What `rank` does to bring a batch from one place to another."""
         before = {s: i for i, s in enumerate(samples_at(source, rank, batch))}
@@ -90,11 +90,11 @@ class Moves:
         self._group = group
         self._observers = observers
         self._messages = Messages(group)
-        self._progress = Progress(group)
-        self._progress.look = self._messages.lost
+        self.progress = Progress(group)
+        self.progress.look = self._messages.lost
         #: that have begun
         self._moves: set[Move] = set()
-        self._lane = Waiter(self._messages, "bytesched-moves", self.fail)
+        self._lane = Waiter(self._messages, "bytesched-moves", self.progress.fail)
         #: around the wait for a move; the name is the move's
         self.idle: Callable[[str], AbstractContextManager[object]] = lambda name: nullcontext()
         #: totals
@@ -105,11 +105,9 @@ class Moves:
 
     def run(self, move: Move, x: Tensor) -> Tensor:
         """What this rank has after the move; it waits only for what it gets itself."""
-        self.check()
-        sample_bytes = x.element_size() * x[:1].numel() if len(x) else 0
+        self.progress.check()
         shape = x.shape[1:]
-        if not sample_bytes:
-            sample_bytes = x.element_size() * max(1, shape.numel())
+        sample_bytes = x.element_size() * max(1, shape.numel())
         moved = x.new_empty((move.samples, *shape))
         before, after = move.stays
         if len(before):
@@ -143,25 +141,7 @@ class Moves:
 
     def _wait_for(self, move: Move) -> None:
         peers = ", ".join(map(str, sorted({*move.receives, *move.sends})))
-        self._progress.wait(lambda: not move.busy, f"{move.name!r} with rank {peers}")
-
-    @property
-    def error(self) -> BaseException | None:
-        """The first error, which is final."""
-        return self._progress.error
-
-    @property
-    def unseen_error(self) -> BaseException | None:
-        """That error, if it was raised nowhere yet."""
-        return None if self._progress.is_error_seen else self._progress.error
-
-    def check(self) -> None:
-        """Raises the first error, if there was one."""
-        self._progress.check()
-
-    def fail(self, error: BaseException, *, is_raised: bool = False) -> None:
-        """Ends everything under way, here and on the other ranks. Any thread; see `Progress`."""
-        self._progress.fail(error, is_raised=is_raised)
+        self.progress.wait(lambda: not move.busy, f"{move.name!r} with rank {peers}")
 
     def shut_down(self) -> None:
         """Ends the threads and the connections. Idempotent."""
@@ -183,7 +163,7 @@ class Moves:
             works = [(group.receive(t, peer, tag), peer) for peer, t in incoming.items()]
             works += [(group.send(t, peer, tag), peer) for peer, t in outgoing.items()]
         except RuntimeError as error:
-            self._progress.raise_first(group.error(error, task=move.name))
+            self.progress.raise_first(group.error(error, task=move.name))
         self._lane.put(move.name, works, partial(self._ended, move, nbytes, began_ns))
 
     def _ended(self, move: Move, nbytes: int, began_ns: int) -> None:
@@ -191,9 +171,9 @@ class Moves:
         if self._observers:
             args = {"bytes": nbytes, "chunk": move.index}
             self._observers.on_span("send", move.name, began_ns, perf_counter_ns(), args)
-        with self._progress.lock:
+        with self.progress.lock:
             move.busy = False
-            self._progress.notify()
+            self.progress.notify()
 
 
 class _Moved(torch.autograd.Function):

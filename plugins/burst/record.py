@@ -64,33 +64,24 @@ def _chain(
         if isinstance(module, Branched):
             if not items:
                 raise PluginError(f"{where} begins with branches: it has to begin with a layer")
-            item, inputs = _branches(module, inputs, name)
+            found = [
+                _chain(cast(nn.Sequential, branch), inputs, f"branch {index} of {name}")
+                for index, branch in enumerate(module.branches)
+            ]
+            ends = zip(*(ends for _, ends in found), strict=True)
+            inputs = [module.join(list(parts)) for parts in ends]
+            item: dict[str, Any] = {"branches": [branch for branch, _ in found]}
         else:
-            item, inputs = _layer(module, inputs)
+            twin = copy.deepcopy(module)
+            forward_ms, backward_ms, outputs = zip(*(timed(twin, x) for x in inputs), strict=True)
+            inputs = list(outputs)
+            item = {
+                "forward_ms": [round(ms, 4) for ms in forward_ms],
+                "backward_ms": [round(ms, 4) for ms in backward_ms],
+                "parameter_bytes": sum(p.nbytes for p in module.parameters() if p.requires_grad),
+            }
         items.append({"name": name, **item, "output_bytes": inputs[-1].nbytes // len(inputs[-1])})
     return items, inputs
-
-
-def _branches(
-    module: Branched, inputs: list[Tensor], name: str
-) -> tuple[dict[str, Any], list[Tensor]]:
-    found = [
-        _chain(cast(nn.Sequential, branch), inputs, f"branch {index} of {name}")
-        for index, branch in enumerate(module.branches)
-    ]
-    outputs = [module.join(list(parts)) for parts in zip(*(ends for _, ends in found), strict=True)]
-    return {"branches": [items for items, _ in found]}, outputs
-
-
-def _layer(layer: nn.Module, inputs: list[Tensor]) -> tuple[dict[str, Any], list[Tensor]]:
-    twin = copy.deepcopy(layer)
-    times = [timed(twin, x) for x in inputs]
-    item = {
-        "forward_ms": [round(forward_ms, 4) for forward_ms, _, _ in times],
-        "backward_ms": [round(backward_ms, 4) for _, backward_ms, _ in times],
-        "parameter_bytes": sum(p.nbytes for p in layer.parameters() if p.requires_grad),
-    }
-    return item, [output for _, _, output in times]
 
 
 def timed(layer: nn.Module, inputs: Tensor, repeats: int = _REPEATS) -> tuple[float, float, Tensor]:

@@ -98,9 +98,15 @@ class Burst(nn.Module):
         name = f"burst{next(_number)}"
         with joining(world, name, config) as ranks:
             self._group = ranks.open("moves")
-            ranks.agree(self._statements(config))
-            tensors = itertools.chain(model.parameters(), model.buffers())
-            self._group.broadcast(tensors, task="the first broadcast")
+            named = dict(itertools.chain(model.named_parameters(), model.named_buffers()))
+            ranks.agree(
+                [
+                    *(f"{item}: {placed}" for _, placed, item in items_of(model, plan, "")),
+                    *(f"{item} {tuple(t.shape)} {t.dtype}" for item, t in named.items()),
+                    *settings(config),
+                ]
+            )
+            self._group.broadcast(named.values(), task="the first broadcast")
             self._observers = ranks.observers()
         self._moves = Moves(self._group, shared_observers(self._observers))
         self._walk = Walk(model, plan, self._rank, self._moves)
@@ -112,15 +118,6 @@ class Burst(nn.Module):
             raise
         # Threads and connections must end before the interpreter does.
         at_exit(self._close_at_exit)
-
-    def _statements(self, config: Config) -> list[str]:
-        """What all ranks must agree on before they send to each other, a line for each."""
-        tensors = itertools.chain(self.model.named_parameters(), self.model.named_buffers())
-        return [
-            *(f"{name}: {placed}" for _, placed, name in items_of(self.model, self.plan, "")),
-            *(f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in tensors),
-            *settings(config),
-        ]
 
     def _open(
         self,
@@ -145,12 +142,11 @@ class Burst(nn.Module):
             "its optimizers",
         )
         self.optimizers += made.values()
-        for place, optimizer_here in made.items():
+        for place, its in made.items():
             if place.width > 1:
-                named = by_place[place]
-                shared = shared_observers(self._observers)
+                named, shared = by_place[place], shared_observers(self._observers)
                 self._sessions[place] = open_session(
-                    self, named, optimizer_here, place, self._group, store, config, shared, name
+                    self, named, its, place, self._group, store, config, shared, name
                 )
         # One that closed early would seem to be lost to those that still connect.
         self._group.gather_text("connected", "")
@@ -172,7 +168,7 @@ class Burst(nn.Module):
             began_ns = perf_counter_ns()
             outputs: Tensor = self(inputs)
             turn_ns = perf_counter_ns()
-            here = samples_at(self._last, self._rank, len(inputs))
+            here = samples_at(self.plan[-1].end, self._rank, len(inputs))
             loss = self._loss(outputs, targets[here.start :: here.step]) if here else None
             if loss is not None:
                 loss.backward()
@@ -202,11 +198,7 @@ class Burst(nn.Module):
         if self._closed:
             raise SchedulerClosed(
                 f"rank {self._rank}: {what}() of a closed Burst; make a new one"
-            ) from self._moves.error
-
-    @property
-    def _last(self) -> Place:
-        return self.plan[-1].end
+            ) from self._moves.progress.error
 
     # -- from outside ------------------------------------------------------------------
 
@@ -229,20 +221,21 @@ class Burst(nn.Module):
 
     def fail(self, error: BaseException) -> None:
         """Ends everything under way, on every rank; the caller raises ``error`` now."""
-        self._moves.fail(error, is_raised=True)
+        self._moves.progress.fail(error, is_raised=True)
         for session in self._sessions.values():
             session.fail(error)
 
     def stats(self) -> dict[str, int | float | str]:
         """Figures since the start: of the moves, and of gradients as ``<name>/<ranks>``."""
-        figures: dict[str, int | float | str] = {
+        return {
             "move_bytes": self._moves.bytes,
             "move_wait_ms": self._moves.wait_ns / 1e6,
+            **{
+                f"{name}/{place.first}-{place.first + place.width - 1}": value
+                for place, session in self._sessions.items()
+                for name, value in session.stats().items()
+            },
         }
-        for place, session in self._sessions.items():
-            ranks = f"{place.first}-{place.first + place.width - 1}"
-            figures |= {f"{name}/{ranks}": value for name, value in session.stats().items()}
-        return figures
 
     def close(self) -> None:
         """Applies the last step, if all went well, and stops every thread. Idempotent.
@@ -259,14 +252,15 @@ class Burst(nn.Module):
             for session in reversed(self._sessions.values()):
                 ending.callback(self._end, session)
             # Another rank may still be on its way to what this one has sent.
-            if self._moves.error is None:
+            error = self._moves.progress.error
+            if error is None:
                 self._moves.finish()
-            elif self._moves.unseen_error is not None:
-                raise self._moves.unseen_error
+            elif not self._moves.progress.is_error_seen:
+                raise error
 
     def _end(self, session: HookedSession) -> None:
         try:
-            if session.error is None and self._moves.error is None:
+            if session.error is None and self._moves.progress.error is None:
                 session.flush()
             elif session.unseen_error is not None:
                 raise session.unseen_error
@@ -274,8 +268,7 @@ class Burst(nn.Module):
             session.close(release_parameters=session.error is None)
 
     def _close_at_exit(self) -> None:
-        died = died_of()
-        if died is not None:
+        if (died := died_of()) is not None:
             self.fail(died)
         try:
             self.close()

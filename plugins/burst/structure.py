@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial, reduce
 from operator import add
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,10 +19,6 @@ from bytesched.errors import PluginError
 from .moves import Move, Moves, move, samples_at
 
 
-def _sum(outputs: Sequence[Tensor]) -> Tensor:
-    return reduce(add, outputs)
-
-
 class Branched(nn.Module):
     """Sequences that read the same tensor; their outputs are joined. An empty one is a shortcut.
 
@@ -32,14 +28,11 @@ class Branched(nn.Module):
 
     def __init__(self, *branches: nn.Sequential, join: str = "sum") -> None:
         super().__init__()
-        joins: dict[str, Callable[[list[Tensor]], Tensor]] = {
-            "sum": _sum,
-            "concat": partial(torch.cat, dim=1),
-        }
+        joins: dict[str, Any] = {"sum": partial(reduce, add), "concat": partial(torch.cat, dim=1)}
         if join not in joins:
             raise ValueError(f"join {join!r}: one of {', '.join(joins)}")
         self.branches = nn.ModuleList(branches)
-        self.join = joins[join]
+        self.join: Callable[[list[Tensor]], Tensor] = joins[join]
 
     def forward(self, x: Tensor) -> Tensor:
         """The joined outputs of all branches."""
@@ -253,10 +246,8 @@ class Walk:
         key = (source, target, name, batch)
         if key not in self._ways:
             index = 2 * len(self._ways)
-            there = Move.between(source, target, batch, self._rank, name=f"to {name}", index=index)
-            back = Move.between(
-                target, source, batch, self._rank, name=f"from {name}", index=index + 1
-            )
+            there = Move.between(source, target, batch, self._rank, f"to {name}", index)
+            back = Move.between(target, source, batch, self._rank, f"from {name}", index + 1)
             self._ways[key] = there, back
         scale = source.width / target.width
         return move(x, self._anchor, self._moves, *self._ways[key], scale)

@@ -138,6 +138,10 @@ class Piece:
         """Which of an expert's ``count`` tokens from one rank belong to this piece."""
         return range(count * self.part // self.parts, count * (self.part + 1) // self.parts)
 
+    def numbers(self, rank: int, own: int) -> range:
+        """Its experts on a rank, where each has ``own``, as numbers among all."""
+        return range(rank * own + self.experts.start, rank * own + self.experts.stop)
+
 
 def number_of_pieces(sent_bytes: Sequence[int], piece_bytes: int, most: int) -> int:
     """One for each ``piece_bytes`` of what the busiest rank sends; at least 1, at most ``most``."""

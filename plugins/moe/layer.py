@@ -165,12 +165,8 @@ class MoE(nn.Module):
         table = peers.gather(form, counts, rows.device, is_urgent=self.is_urgent)
         table.check_forms()
         row_bytes = rows.shape[1] * rows.element_size()
-        pieces = cut(
-            own,
-            number_of_pieces(
-                [row_bytes * sum(sent) for sent in table.counts], self.piece_bytes, self.most_pieces
-            ),
-        )
+        sent_bytes = [row_bytes * sum(sent) for sent in table.counts]
+        pieces = cut(own, number_of_pieces(sent_bytes, self.piece_bytes, self.most_pieces))
         self.pieces = len(pieces)
         with peers.telling(f"experts of layer {self.number}"):
             return _in_pieces(self, peers, rows, table, pieces)
@@ -184,16 +180,17 @@ def _in_pieces(
 
     def sizes(piece: Piece, sender: int, receiver: int) -> list[int]:
         """How many rows of a piece one rank has for each expert of another."""
-        return [len(piece.of(counts[sender][n])) for n in _numbers(piece, receiver, own)]
+        return [len(piece.of(counts[sender][n])) for n in piece.numbers(receiver, own)]
 
     offsets = [0, *accumulate(counts[mine])]
     places: list[Tensor] = []
     dispatches: list[tuple[Tensor, Exchange]] = []
     for piece in pieces:
         place = [
-            torch.arange(offsets[number], offsets[number + 1])[_slice(piece, counts[mine][number])]
+            torch.arange(offsets[number] + of.start, offsets[number] + of.stop)
             for rank in range(peers.size)
-            for number in _numbers(piece, rank, own)
+            for number in piece.numbers(rank, own)
+            for of in [piece.of(counts[mine][number])]
         ]
         send = [sum(sizes(piece, mine, rank)) for rank in range(peers.size)]
         receive = [sum(sizes(piece, rank, mine)) for rank in range(peers.size)]
@@ -228,16 +225,6 @@ def _in_pieces(
     arrived_home = torch.cat([finish(coming, home) for coming, home in returns])
     # Every row is in one place of one piece.
     return arrived_home[torch.cat(places).argsort()]
-
-
-def _numbers(piece: Piece, rank: int, own: int) -> range:
-    """The numbers among all of those experts of a rank that belong to a piece."""
-    return range(rank * own + piece.experts.start, rank * own + piece.experts.stop)
-
-
-def _slice(piece: Piece, count: int) -> slice:
-    of = piece.of(count)
-    return slice(of.start, of.stop)
 
 
 def _apply(experts: Iterable[nn.Module], parts: Sequence[Tensor]) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from contextlib import ExitStack
-from typing import Any, Final
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -73,7 +73,14 @@ def begin(
         stays_plain(type(root.schedule).__name__, "enabled is off")
         return None
     refusal = _refusal(root, rank)
-    base = named or _called(root, refusal, config.timeout_s)
+    base = named
+    if base is None:
+        call = RollCall()
+        if refusal is not None:
+            # None of the others waits for this one.
+            call.decline(in_one_line(refusal))
+            raise refusal
+        base = call.replicas(root, config.timeout_s)
     if base.size() == 1:
         # Its neighbours may have replicas: all compare, or none.
         with Entry(root.schedule.group) as pipeline:
@@ -171,15 +178,6 @@ def _refusal(root: StageModules, rank: int) -> PluginError | None:
     return PluginError(f"pipelined stages of rank {rank} cannot be wrapped: {why}")
 
 
-def _called(root: StageModules, refusal: PluginError | None, timeout_s: float) -> dist.ProcessGroup:
-    """The ranks that have the same stages; none of them waits for one that refuses."""
-    call = RollCall()
-    if refusal is not None:
-        call.decline(in_one_line(refusal))
-        raise refusal
-    return call.replicas(root, timeout_s)
-
-
 def _skipped(root: StageModules, rank: int) -> str:
     stages = ", ".join(str(stage.stage_index) for stage in root.schedule.stages)
     return (
@@ -189,20 +187,16 @@ def _skipped(root: StageModules, rank: int) -> str:
     )
 
 
-_TENSORS: Final = "torch.distributed.tensor"
-_FSDP: Final = "torch.distributed.fsdp"
-
-
 def why_parted(root: nn.Module) -> str:
     """Which of its parameters this rank has only a part of; empty if it has all of each.
 
     Looked for by the modules of torch that are imported: without them there are none.
     """
-    sharded = _classes(_FSDP, "FullyShardedDataParallel", "FSDPModule")
+    sharded = _classes("torch.distributed.fsdp", "FullyShardedDataParallel", "FSDPModule")
     for name, module in root.named_modules():
         if isinstance(module, sharded):
             return f"{name} is sharded by FSDP, which reduces gradients itself"
-    parts = _classes(_TENSORS, "DTensor")
+    parts = _classes("torch.distributed.tensor", "DTensor")
     for name, parameter in root.named_parameters():
         if isinstance(parameter, parts):
             return (

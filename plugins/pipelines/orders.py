@@ -45,7 +45,8 @@ def torch_order(name: str, ranks: int, stages_per_rank: int, micro_batches: int)
     stages = [_Stage(index, ranks, total) for index in range(0, total, ranks)]
     whole = SCHEDULES[name] == "single"
     try:
-        schedule = kind(stages[0] if whole else stages, micro_batches, loss_fn=_no_loss)
+        # An order that is only looked at is not run.
+        schedule = kind(stages[0] if whole else stages, micro_batches, loss_fn=lambda *_: None)
         # Since 2.5 or so a single stage's order has to be asked for.
         pipeline_order = getattr(schedule, "pipeline_order", None)
         if not pipeline_order:
@@ -80,10 +81,6 @@ def _one_forward_one_backward(ranks: int, micro_batches: int) -> Order:
     return Order(tuple(rows), "torch's 1F1B")
 
 
-def _no_loss(output: Any, target: Any) -> Any:
-    raise AssertionError("an order that is only looked at is not run")
-
-
 class _Stage:
     """What a schedule reads of a stage to write its order."""
 
@@ -100,16 +97,14 @@ class _Stage:
 
 def _actions(row: list[Any]) -> list[Action]:
     """What is computed; of overlapped actions, one after the other, as torch runs them."""
-    found = []
-    letters = {kind.value for kind in Kind}
-    for each in row:
-        if each is None:
-            continue
-        for part in getattr(each, "sub_actions", None) or (each,):
-            letter = part.computation_type.value
-            if letter in letters:
-                found.append(Action(part.stage_index, Kind(letter), part.microbatch_index))
-    return found
+    kinds = {kind.value: kind for kind in Kind}
+    return [
+        Action(part.stage_index, kinds[part.computation_type.value], part.microbatch_index)
+        for each in row
+        if each is not None
+        for part in getattr(each, "sub_actions", None) or (each,)
+        if part.computation_type.value in kinds
+    ]
 
 
 def ordered_schedule(
@@ -141,7 +136,9 @@ def ordered_schedule(
         if not isinstance(order, Order):
             order = Order.read(order)
         _check(stages, group, order)
-        ranks.agree([_statement(order)], timeout_s)
+        digest = hashlib.sha256(order.to_csv().encode()).hexdigest()[:12]
+        what = f"{order.stages} stages and {order.micro_batches} micro-batches"
+        ranks.agree([f"an order of {what} with digest {digest}"], timeout_s)
     schedule = kind(list(stages), order.micro_batches, loss_fn=loss_fn, **arguments)
     schedule._prepare_schedule_with_comms(
         {
@@ -152,15 +149,6 @@ def ordered_schedule(
     )
     skip_self_sends(stages)
     return schedule
-
-
-def _statement(order: Order) -> str:
-    """What ranks with the same order have in common, wherever each has its file."""
-    digest = hashlib.sha256(order.to_csv().encode()).hexdigest()[:12]
-    return (
-        f"an order of {order.stages} stages and {order.micro_batches} micro-batches with digest "
-        f"{digest}"
-    )
 
 
 def _check(stages: Sequence[Any], group: dist.ProcessGroup, order: Order) -> None:

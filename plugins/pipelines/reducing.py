@@ -63,7 +63,7 @@ class StageReductions:
             if (stage := weak_stage()) is not None:
                 vars(stage).pop("perform_reduce_grad", None)
         if (root := self._weak_root()) is not None:
-            root.schedule.reset_step()
+            root.schedule.set_step(None)
 
     def _step(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         root = self._weak_root()
@@ -74,7 +74,12 @@ class StageReductions:
         self._awaited = {stage.stage_index for stage in root.schedule.stages}
         try:
             output = own(*args, **kwargs)
-            self._check_reduced(self._awaited)
+            if self._awaited:
+                self._refuse(
+                    f"stage {', '.join(map(str, sorted(self._awaited)))} was not reduced on rank "
+                    f"{self._rank}: a custom function for REDUCE_GRAD has to call "
+                    "stage.perform_reduce_grad, as torch does without it"
+                )
         except BaseException as error:
             first = self._session.error
             if first is not None and first is not error and isinstance(error, Exception):
@@ -135,14 +140,6 @@ class StageReductions:
                 parameter.grad = grad.detach()
             self._session.gradient(parameter)
 
-    def _check_reduced(self, awaited: set[int]) -> None:
-        if awaited:
-            self._refuse(
-                f"stage {', '.join(map(str, sorted(awaited)))} was not reduced on rank "
-                f"{self._rank}: a custom function for REDUCE_GRAD has to call "
-                "stage.perform_reduce_grad, as torch does without it"
-            )
-
     def _refuse(self, what: str) -> NoReturn:
         """Ends the session on all ranks: replicas would drift apart."""
         error = PluginError(what)
@@ -150,26 +147,22 @@ class StageReductions:
         raise error
 
     def _check_order(self, root: StageModules) -> None:
+        """Raises unless the order reduces all, and all ranks of the pipeline have the same."""
         schedule = root.schedule
         if schedule.order is self._checked:
             return
         if schedule.order is self._compared:
             self._check_reductions(schedule)
         else:
-            self._compare_order(schedule)
-        self._checked = schedule.order
-
-    def _compare_order(self, schedule: Schedule) -> None:
-        """Whether all ranks of the pipeline have been given the same order since the last one."""
-        try:
-            with Entry(schedule.group, call="a step of another order") as ranks:
-                self._check_reductions(schedule)
-                ranks.agree(schedule.statements(), self._timeout_s)
-        except BytesschedError as error:
-            # Replicas would wait for the gradients of this step.
-            self._session.fail(error)
-            raise
-        self._compared = schedule.order
+            try:
+                with Entry(schedule.group, call="a step of another order") as ranks:
+                    self._check_reductions(schedule)
+                    ranks.agree(schedule.statements(), self._timeout_s)
+            except BytesschedError as error:
+                # Replicas would wait for the gradients of this step.
+                self._session.fail(error)
+                raise
+        self._checked = self._compared = schedule.order
 
     def _check_reductions(self, schedule: Schedule) -> None:
         if unreduced := schedule.unreduced():
@@ -221,30 +214,19 @@ def take_from_ddp(root: StageModules) -> Callable[[], None]:
     DDP reduces in hooks of parameters. None of them is called where a schedule computes weight
     gradients apart, so that replicas would drift apart without an error.
     """
-    undo = [
-        _take(stage, stage.submod)
-        for stage in root.schedule.stages
-        if isinstance(stage.submod, DistributedDataParallel)
-    ]
-
-    def give_back() -> None:
-        for step in undo:
-            step()
-
-    return give_back
-
-
-def _take(stage: Any, ddp: DistributedDataParallel) -> Callable[[], None]:
-    weak_stage = weakref.ref(stage)
-    reduced = frozenset(id(p) for p in ddp.parameters() if p.requires_grad)
-    give_back = take_over(weakref.ref(ddp), reduced)
-    stage.submod = ddp.module
+    taken = []
+    for stage in root.schedule.stages:
+        ddp = stage.submod
+        if isinstance(ddp, DistributedDataParallel):
+            reduced = frozenset(id(p) for p in ddp.parameters() if p.requires_grad)
+            taken.append((weakref.ref(stage), ddp, take_over(weakref.ref(ddp), reduced)))
+            stage.submod = ddp.module
 
     def undo() -> None:
-        stage = weak_stage()
-        if stage is not None:
-            give_back()
-            # The stage has kept it alive.
-            stage.submod = ddp
+        for weak_stage, ddp, give_back in taken:
+            if (stage := weak_stage()) is not None:
+                give_back()
+                # The stage has kept it alive.
+                stage.submod = ddp
 
     return undo

@@ -12,6 +12,7 @@ import hashlib
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence, Set
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -22,11 +23,6 @@ from torch.nn.parallel import DistributedDataParallel
 from bytesched.errors import PluginError
 
 from .private import SCHEDULES, base_class, probe_schedule, stages_of
-
-
-def is_schedule(x: object) -> bool:
-    """Whether ``x`` is a schedule of torch.distributed.pipelining."""
-    return any(kind.__module__ == SCHEDULES for kind in type(x).__mro__)
 
 
 def schedule_of(modules: Sequence[nn.Module]) -> object | None:
@@ -47,13 +43,13 @@ def schedule_of(modules: Sequence[nn.Module]) -> object | None:
             raise PluginError(
                 f"these stages are in {len(found)} schedules ({names}): wrap the one that trains"
             )
-    inner = _modules_of(found[0])
+    only: object = found[0]
+    inner = _modules_of(only)
     if inner != _ids(modules):
         raise PluginError(
-            f"{type(found[0]).__name__} has {len(inner)} stages on this rank, and {len(modules)} "
+            f"{type(only).__name__} has {len(inner)} stages on this rank, and {len(modules)} "
             "modules were given: wrap the schedule itself, or all modules of its stages"
         )
-    only: object = found[0]
     return only
 
 
@@ -107,15 +103,14 @@ class Schedule:
         reduced = {action.stage_index for action in actions}
         return [stage.stage_index for stage in self.stages if stage.stage_index not in reduced]
 
-    def set_step(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        """``step`` is called in place of the schedule's own, which is returned."""
-        own: Callable[..., Any] = self._schedule.step
-        self._schedule.step = step
-        return own
-
-    def reset_step(self) -> None:
-        """The schedule's own ``step`` is called again."""
-        vars(self._schedule).pop("step", None)
+    def set_step(self, step: Callable[..., Any] | None) -> Callable[..., Any]:
+        """``step`` is called in place of what was, which is returned; None: the schedule's own."""
+        before: Callable[..., Any] = self._schedule.step
+        if step is None:
+            vars(self._schedule).pop("step", None)
+        else:
+            self._schedule.step = step
+        return before
 
     def _actions(self) -> Iterator[Any]:
         order: Any = self.order
@@ -149,7 +144,7 @@ class StageModules(nn.Module):
         super().__init__()
         # Behind a tuple: none of it is a submodule, and the stages' own modules are.
         self._schedule = (schedule,)
-        self._step: Callable[..., Any] = _unset
+        self._step: Callable[..., Any] | None = None
         for stage in schedule.stages:
             module = stage.submod
             inner = module.module if isinstance(module, DistributedDataParallel) else module
@@ -157,7 +152,6 @@ class StageModules(nn.Module):
 
     @property
     def schedule(self) -> Schedule:
-        """The schedule that runs the stages."""
         return self._schedule[0]
 
     def ddps(self) -> list[DistributedDataParallel]:
@@ -167,15 +161,12 @@ class StageModules(nn.Module):
 
     def use(self, step: Callable[..., Any]) -> None:
         """A call is ``step`` from now on, in place of the schedule's own, which it gets first."""
-        own = self.schedule.set_step(_Called(self))
-
-        def called(*args: Any, **kwargs: Any) -> Any:
-            return step(own, *args, **kwargs)
-
-        self._step = called
+        self._step = partial(step, self.schedule.set_step(_Called(self)))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """One step of the schedule."""
+        if self._step is None:
+            raise PluginError("this pipeline is not wrapped")
         return self._step(*args, **kwargs)
 
 
@@ -194,9 +185,9 @@ def staged(model: Any) -> Any:
 
     Anything else is returned as it is.
     """
-    if "torch.distributed.pipelining.schedules" not in sys.modules:
+    if SCHEDULES not in sys.modules:
         return model
-    schedule = model if is_schedule(model) else None
+    schedule = model if any(k.__module__ == SCHEDULES for k in type(model).__mro__) else None
     if schedule is None:
         modules = _modules(model)
         schedule = schedule_of(modules) if modules else None
@@ -214,7 +205,3 @@ def _modules(model: Any) -> Sequence[nn.Module]:
     if isinstance(model, (list, tuple)) and all(isinstance(m, nn.Module) for m in model):
         return list(model)
     return []
-
-
-def _unset(*_: Any, **__: Any) -> Any:
-    raise PluginError("this pipeline is not wrapped")

@@ -8,8 +8,6 @@ from concurrent.futures import TimeoutError as TooLate
 from threading import Thread
 from typing import TypeVar
 
-__all__ = ["limited"]
-
 T = TypeVar("T")
 
 

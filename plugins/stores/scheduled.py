@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
+from functools import partial
 from time import perf_counter_ns
 from typing import Any
 
 from bytesched.config import Config
-from bytesched.errors import InvalidTransition, MismatchError, SchedulerClosed
-from bytesched.kvstore.pipes import chunks_on_their_way
-from bytesched.kvstore.protocol import Key, KVStore, describe
+from bytesched.errors import InvalidTransition, SchedulerClosed, in_one_line
+from bytesched.kvstore.pipes import Pipes, chunks_on_their_way
+from bytesched.kvstore.protocol import Key, KVStore, known
 from bytesched.link.sizes import RULES
 from bytesched.log import show
 from bytesched.observe import Observers
@@ -17,11 +19,12 @@ from bytesched.trace.timeline import observers_here
 
 from ..ending import end_when_gone
 from ..registry import kind_of_store
-from .transfers import KeySlot, Transfers, cut, fill, plain
-
-__all__ = ["ScheduledKVStore", "begin"]
+from .transfers import KeySlot, cut, fill, plain
 
 log = logging.getLogger("bytesched")
+
+#: keys whose waits are named
+_WORST = 8
 
 
 @kind_of_store
@@ -48,25 +51,29 @@ class ScheduledKVStore:
             config.credit_bytes,
             window=chunks_on_their_way(getattr(store, "num_servers", 1)),
         )
-        self._transfers = Transfers(store, config, self._observers, credit_bytes=self._credit_bytes)
-        self._slots, self._pipes = self._transfers.slots, self._transfers.pipes
-        self._end = end_when_gone(self, self._transfers.end)
+        self._slots: dict[Key, KeySlot] = {}
+        self._wait_ns: Counter[str] = Counter()
+        self._pipes = Pipes(
+            store,
+            policy=config.policy,
+            credit_bytes=self._credit_bytes,
+            timeout_s=config.timeout_s,
+            observers=self._observers,
+        )
+        self._end = end_when_gone(self, partial(_end, self._slots, self._pipes, self._observers))
         self._closed = False
         self._steps = 0
 
     @property
     def error(self) -> BaseException | None:
-        """The first error, which is final."""
         return self._pipes.error
 
     @property
     def rank(self) -> int:
-        """This worker's number, from 0."""
         return self.store.rank
 
     @property
     def num_workers(self) -> int:
-        """How many workers push to this store."""
         return self.store.num_workers
 
     # -- the calls of a store ----------------------------------------------------------
@@ -86,7 +93,9 @@ class ScheduledKVStore:
         self.flush()
         for chunk, memory in slot.chunks:
             self.store.init(chunk.key, memory)
-        self._transfers.add(slot)
+        for chunk, _ in slot.chunks:
+            self._pipes.add(chunk)
+        self._slots[key] = slot
 
     def push(self, key: Key, value: Any, priority: int | None = None) -> None:
         """Adds ``value`` to this step of ``key``; it may be overwritten afterwards.
@@ -94,12 +103,12 @@ class ScheduledKVStore:
         ``priority`` replaces the one of ``init`` from now on. Waits for the pull of the last step
         of ``key``, if that has not ended.
         """
-        slot = self._slot(key, value, "push")
+        slot = self._known(key, "push", value)
         if slot.is_pushed and slot.pulled is None:
             raise InvalidTransition(
                 f"worker {self.rank} pushed key {key!r} twice in one step: pull it first"
             )
-        self._transfers.wait_for(slot)
+        self._wait_for(slot)
         if priority is not None:
             slot.set_priority(-priority)
         if slot.steps == self._steps:
@@ -107,14 +116,14 @@ class ScheduledKVStore:
             if self._observers:
                 self._observers.on_step(self._steps, perf_counter_ns())
         slot.steps = self._steps
-        self._transfers.push(slot, value)
+        slot.push(self._pipes, value)
 
     def pull(self, key: Key, out: Any, priority: int | None = None) -> None:
         """Fills ``out`` with the value of ``key``; if it was pushed, `wait` before reading it."""
-        slot = self._slot(key, out, "pull")
-        self._transfers.wait_for(slot)
+        slot = self._known(key, "pull", out)
+        self._wait_for(slot)
         if slot.is_pushed:
-            self._transfers.pull(slot, out)
+            slot.pull(self._pipes, out)
             return
         self._read(slot)
         fill(plain(out), slot.flat.reshape(slot.shape))
@@ -129,7 +138,18 @@ class ScheduledKVStore:
         self._check("wait")
         slots = list(self._slots.values()) if key is None else [self._known(key, "wait")]
         for slot in slots:
-            self._transfers.wait_for(slot)
+            self._wait_for(slot)
+
+    def _wait_for(self, slot: KeySlot) -> None:
+        """Returns when the pull of ``slot`` has ended, if one is under way."""
+        if slot.pulled is None:
+            return
+        began_ns = perf_counter_ns()
+        slot.wait(self._pipes)
+        now_ns = perf_counter_ns()
+        self._wait_ns[str(slot.key)] += now_ns - began_ns
+        if self._observers:
+            self._observers.on_span("wait", str(slot.key), began_ns, now_ns)
 
     def barrier(self) -> None:
         """Returns when every worker has called it and every push of this one has ended."""
@@ -139,7 +159,10 @@ class ScheduledKVStore:
 
     def flush(self) -> None:
         """Returns when everything that was begun has ended."""
-        self._transfers.wait_all()
+        for slot in self._slots.values():
+            self._wait_for(slot)
+        for slot in self._slots.values():
+            slot.wait_pushes(self._pipes)
 
     def close(self) -> None:
         """Stops our threads and closes the store; pulls that have not ended never will."""
@@ -155,9 +178,12 @@ class ScheduledKVStore:
 
     def stats(self) -> dict[str, int | float | str]:
         """Figures since the start, times per step."""
+        steps = max(self._steps, 1)
         return {
             "steps": self._steps,
-            **self._transfers.figures(max(self._steps, 1)),
+            "exposed_comm_ms": sum(self._wait_ns.values()) / 1e6 / steps,
+            **self._pipes.figures(steps),
+            **{f"wait_ms/{key}": ns / 1e6 / steps for key, ns in self._wait_ns.most_common(_WORST)},
             "bytes_per_step": sum(slot.nbytes for slot in self._slots.values()),
             "partition_bytes": self._partition_bytes,
             "credit_bytes": self._credit_bytes,
@@ -192,26 +218,28 @@ class ScheduledKVStore:
         if self.error is not None:
             raise self.error.with_traceback(None)
 
-    def _known(self, key: Key, what: str) -> KeySlot:
+    def _known(self, key: Key, what: str, value: Any = None) -> KeySlot:
         self._check(f"{what} of key {key!r}")
-        slot = self._slots.get(key)
-        if slot is None:
-            raise InvalidTransition(f"{what} of key {key!r}, which has not been initialised")
-        return slot
-
-    def _slot(self, key: Key, value: Any, what: str) -> KeySlot:
-        slot = self._known(key, what)
-        if describe(value) != slot.what:
-            raise MismatchError(
-                f"{what} of key {key!r} with {describe(value)}; it was initialised as {slot.what}"
-            )
-        return slot
+        return known(self._slots, key, what, value)
 
     def __repr__(self) -> str:
         return (
             f"<ScheduledKVStore {len(self._slots)} keys in {self._pipes.chunk_count} chunks, "
             f"worker {self.rank} of {self.num_workers}, {self.store!r}>"
         )
+
+
+def _end(slots: dict[Key, KeySlot], pipes: Pipes, observers: Observers) -> None:
+    """What is under way ends, for the sake of the other workers; then our threads."""
+    try:
+        for slot in slots.values():
+            slot.wait(pipes)
+        for slot in slots.values():
+            slot.wait_pushes(pipes)
+    except Exception as error:  # noqa: BLE001 - nobody is left to raise it to
+        log.error("a wrapped store that was dropped: %s", in_one_line(error))
+    pipes.close()
+    observers.close()
 
 
 def begin(store: KVStore, config: Config) -> KVStore | ScheduledKVStore:

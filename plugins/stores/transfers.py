@@ -1,28 +1,17 @@
-"""The keys of one worker, in chunks, and what it has under way with its store."""
+"""A key of a worker, in chunks, and what it has under way with its store."""
 
 from __future__ import annotations
 
-import logging
-from collections import Counter
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from threading import Lock
-from time import perf_counter_ns
 from typing import Any
 
-from bytesched.config import Config
-from bytesched.errors import PluginError, in_one_line
+from bytesched.errors import PluginError
 from bytesched.kvstore.pipes import Chunk, Pipes, Work
-from bytesched.kvstore.protocol import Key, KVStore, describe
-from bytesched.observe import Observers
+from bytesched.kvstore.protocol import Key, describe
 from bytesched.task import CommTask
-
-__all__ = ["KeySlot", "Transfers", "cut", "fill", "plain"]
-
-log = logging.getLogger("bytesched")
-
-_WORST = 8
 
 
 @dataclass(eq=False)
@@ -47,16 +36,65 @@ class KeySlot:
     missing: int = 0
     #: how often it was pushed
     steps: int = 0
+    #: guards what is missing
+    _lock: Lock = field(default_factory=Lock)
 
     @property
     def nbytes(self) -> int:
-        """Size of the value, in bytes."""
         return int(self.flat.nbytes)
 
     def set_priority(self, priority: int) -> None:
         """Lower goes first; nothing of it is under way."""
         for chunk, _ in self.chunks:
             chunk.set_priority(priority)
+
+    def push(self, pipes: Pipes, value: Any) -> None:
+        """Begins to push ``value``, of which a copy is made."""
+        fill(self.flat, plain(value).reshape(-1))
+        self.is_pushed = True
+        self.pushes = [pipes.push(chunk, memory) for chunk, memory in self.chunks]
+
+    def pull(self, pipes: Pipes, out: Any) -> None:
+        """Fills ``out`` when the value is here."""
+        self.pulled, self.missing = Work(), len(self.chunks)
+        if not self.chunks:
+            self._fill(pipes, self.pulled, plain(out))
+        for chunk, memory in self.chunks:
+            ended = partial(self._pulled, pipes, self.pulled, plain(out))
+            pipes.pull(chunk, memory).add_done_callback(ended)
+
+    def _pulled(self, pipes: Pipes, whole: Work, out: Any, part: Future[None]) -> None:
+        """A chunk is there, or cannot come. Any thread."""
+        with self._lock:
+            self.missing -= 1
+            if self.missing:
+                return
+        # Which may be that of another chunk.
+        if pipes.error is None:
+            self._fill(pipes, whole, out)
+        else:
+            whole.set_exception(pipes.error)
+
+    def _fill(self, pipes: Pipes, whole: Work, out: Any) -> None:
+        try:
+            fill(out, self.flat.reshape(self.shape))
+        except Exception as error:  # noqa: BLE001 - it must reach the user's thread
+            pipes.fail(error)
+            whole.set_exception(error)
+        else:
+            self.is_pushed = False
+            whole.set_result(None)
+
+    def wait(self, pipes: Pipes) -> None:
+        """Returns when the last pull has ended."""
+        if self.pulled is not None:
+            pipes.wait(self.pulled, f"the pull of key {self.key!r}")
+            self.pulled = None
+
+    def wait_pushes(self, pipes: Pipes) -> None:
+        """Returns when the last push has ended."""
+        for work in self.pushes:
+            pipes.wait(work, "all pushes")
 
 
 def plain(value: Any) -> Any:
@@ -110,110 +148,3 @@ def _flattened(value: Any) -> Any:
         )
     flat[...] = plain(value).reshape(-1)
     return flat
-
-
-class Transfers:
-    """Pushes and pulls of keys, in chunks, through two pipes.
-
-    Args:
-        credit_bytes: most bytes on their way in each pipe.
-    """
-
-    def __init__(
-        self, store: KVStore, config: Config, observers: Observers, *, credit_bytes: int
-    ) -> None:
-        self._observers = observers
-        self.slots: dict[Key, KeySlot] = {}
-        self._wait_ns: Counter[str] = Counter()
-        #: guards what is missing of a key
-        self._lock = Lock()
-        self.pipes = Pipes(
-            store,
-            policy=config.policy,
-            credit_bytes=credit_bytes,
-            timeout_s=config.timeout_s,
-            observers=observers,
-        )
-
-    def add(self, slot: KeySlot) -> None:
-        """One more key; nothing is under way."""
-        self.slots[slot.key] = slot
-        for chunk, _ in slot.chunks:
-            self.pipes.add(chunk)
-
-    def push(self, slot: KeySlot, value: Any) -> None:
-        """Begins to push ``value``, of which a copy is made."""
-        fill(slot.flat, plain(value).reshape(-1))
-        slot.is_pushed = True
-        slot.pushes = [self.pipes.push(chunk, memory) for chunk, memory in slot.chunks]
-
-    def pull(self, slot: KeySlot, out: Any) -> None:
-        """Fills ``out`` when the value is here."""
-        slot.pulled, slot.missing = Work(), len(slot.chunks)
-        if not slot.chunks:
-            self._fill(slot, slot.pulled, plain(out))
-        for chunk, memory in slot.chunks:
-            ended = partial(self._pulled, slot, slot.pulled, plain(out))
-            self.pipes.pull(chunk, memory).add_done_callback(ended)
-
-    def _pulled(self, slot: KeySlot, whole: Work, out: Any, part: Future[None]) -> None:
-        """A chunk of ``slot`` is there, or cannot come. Any thread."""
-        with self._lock:
-            slot.missing -= 1
-            if slot.missing:
-                return
-        # Which may be that of another chunk.
-        if self.pipes.error is None:
-            self._fill(slot, whole, out)
-        else:
-            whole.set_exception(self.pipes.error)
-
-    def _fill(self, slot: KeySlot, whole: Work, out: Any) -> None:
-        """The value of ``slot`` is there."""
-        try:
-            fill(out, slot.flat.reshape(slot.shape))
-        except Exception as error:  # noqa: BLE001 - it must reach the user's thread
-            self.pipes.fail(error)
-            whole.set_exception(error)
-        else:
-            slot.is_pushed = False
-            whole.set_result(None)
-
-    def wait_for(self, slot: KeySlot) -> None:
-        """Returns when the pull of ``slot`` has ended, if one is under way."""
-        if slot.pulled is None:
-            return
-        began_ns = perf_counter_ns()
-        self.pipes.wait(slot.pulled, f"the pull of key {slot.key!r}")
-        slot.pulled = None
-        now_ns = perf_counter_ns()
-        self._wait_ns[str(slot.key)] += now_ns - began_ns
-        if self._observers:
-            self._observers.on_span("wait", str(slot.key), began_ns, now_ns)
-
-    def wait_all(self) -> None:
-        """Returns when every pull and every push has ended."""
-        for slot in self.slots.values():
-            self.wait_for(slot)
-        for slot in self.slots.values():
-            for work in slot.pushes:
-                self.pipes.wait(work, "all pushes")
-
-    def end(self) -> None:
-        """What is under way ends, for the sake of the other workers; then our threads."""
-        try:
-            self.wait_all()
-        except Exception as error:  # noqa: BLE001 - nobody is left to raise it to
-            log.error("a wrapped store that was dropped: %s", in_one_line(error))
-        self.pipes.close()
-        self._observers.close()
-
-    def figures(self, steps: int) -> dict[str, int | float]:
-        """Times per step, so far."""
-        exposed_ms = sum(self._wait_ns.values()) / 1e6 / steps
-        worst = self._wait_ns.most_common(_WORST)
-        return {
-            "exposed_comm_ms": exposed_ms,
-            **self.pipes.figures(steps),
-            **{f"wait_ms/{name}": ns / 1e6 / steps for name, ns in worst},
-        }

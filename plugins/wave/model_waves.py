@@ -23,8 +23,7 @@ from ..agree import settings
 from ..c10d.joining import broadcast, joining
 from ..failures import Progress
 from .cutting import cut, refuse_uncuttable
-from .routes import Cargo, visits
-from .stage import Stage
+from .stage import Cargo, Stage, visits
 from .traffic import Traffic
 
 log = logging.getLogger("bytesched")

@@ -1,17 +1,85 @@
-"""One stage of a model: its weights in one block of memory, which comes and goes; room for it."""
+"""Stages of a model, their memory and their ways: the same on all ranks.
+
+Rank ``k`` is the home of stage ``k``. The stages come to every rank in the order of the
+model, then in the opposite one; between the two the last one stays where it is. They come to rank
+0 from their home, and to every other rank from the one before it, unless it is their home.
+Gradients are passed from rank to rank, each of which adds its own, and by the last one home.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from enum import Enum
 from itertools import accumulate, pairwise
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 from torch import nn
 
 from bytesched.errors import PluginError
 
-from .routes import WEIGHTS, Cargo, Route
+
+class Cargo(Enum):
+    """What is on its way."""
+
+    #: weights for the forward pass
+    FORWARD = 0
+    #: weights for the backward pass
+    BACKWARD = 1
+    #: the sum of the gradients so far
+    GRADIENT = 2
+    #: that of all ranks, on its way home
+    HOME = 3
+
+    def of(self, index: int) -> str:
+        """A stage's, for people."""
+        return f"{self.name.lower()} {index}"
+
+    def tag(self, index: int, number: int) -> int:
+        """Of a message between two ranks: chunk ``number`` of a stage's."""
+        return (index * len(Cargo) + self.value) * _TAGS_PER_CARGO + number + 1
+
+
+WEIGHTS: Final = frozenset({Cargo.FORWARD, Cargo.BACKWARD})
+_TAGS_PER_CARGO: Final = 1 << 20
+
+
+class Route(NamedTuple):
+    """One stage's cargo to one rank."""
+
+    cargo: Cargo
+    stage: int
+    to: int
+
+
+def visits(ranks: int) -> list[tuple[Cargo, int]]:
+    """The stages in the order in which a rank computes with them."""
+    forward = [(Cargo.FORWARD, k) for k in range(ranks)]
+    return forward + [(Cargo.BACKWARD, k) for k in reversed(range(ranks))]
+
+
+def source(rank: int, cargo: Cargo, stage: int, ranks: int) -> int | None:
+    """The rank that the weights come from; None if they are there already."""
+    if rank == stage or (cargo is Cargo.BACKWARD and stage == ranks - 1):
+        return None
+    return rank - 1 if rank else stage
+
+
+def sends(rank: int, ranks: int) -> list[Route]:
+    """Everything that ``rank`` sends in a step, most urgent first."""
+    found = []
+    for cargo, k in visits(ranks):
+        found += [
+            Route(cargo, k, to)
+            for to in dict.fromkeys((0, rank + 1))
+            if to < ranks and source(to, cargo, k, ranks) == rank
+        ]
+        if cargo is Cargo.BACKWARD:
+            if rank < ranks - 1:
+                found.append(Route(Cargo.GRADIENT, k, rank + 1))
+            elif k != rank:
+                found.append(Route(Cargo.HOME, k, k))
+    return found
 
 
 class Stage:
@@ -19,11 +87,6 @@ class Stage:
 
     The memory of an absent stage is given back, but its storage stays the same object: what
     autograd saved of it in forward is there again when the weights have come back for backward.
-
-    Args:
-        index: its place in the model, and the rank that it is at home on.
-        module: the layers.
-        is_home: whether this rank is that one: then the weights stay.
     """
 
     def __init__(self, index: int, module: nn.Sequential, *, is_home: bool) -> None:
@@ -67,7 +130,6 @@ class Stage:
         self.present = False
 
     def drop_gradients(self) -> None:
-        """The parameters have no gradients any more."""
         for parameter in self.parameters:
             parameter.grad = None
 
@@ -142,7 +204,6 @@ class Rooms:
         return self._free > 0 and not stage.present
 
     def come(self, stage: Stage) -> None:
-        """Takes a room for ``stage``."""
         self._free -= 1
         self.count(stage.nbytes)
         stage.come()

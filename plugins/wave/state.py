@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import pairwise
 from operator import itemgetter
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -237,13 +236,8 @@ class ActivationMemory:
         self._hooks.__enter__()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._hooks.__exit__(kind, error, trace)
+    def __exit__(self, *ended: Any) -> None:
+        self._hooks.__exit__(*ended)
 
     def saved(self, storage: int, nbytes: int) -> bool:
         """One more tensor of ``storage`` is saved; whether that counts."""

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import logging
-import statistics
+import os
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack
 from functools import partial
 from itertools import chain
 from time import perf_counter, perf_counter_ns
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from bytesched.config import Config, warn_of_unused
@@ -23,15 +24,7 @@ from bytesched.trace.timeline import Timeline
 from ..c10d.ddp import find_ddp
 from ..planned.session import PlannedSession
 from ..registry import session_of
-from .conditions import (
-    refuse_unsynchronised,
-    this_rank,
-    trained,
-    why_accumulate,
-    why_alone,
-    world_size,
-)
-from .passes import JoinedGradients, Passes
+from .passes import JoinedGradients, Passes, Trial
 from .state import CudaLanes, Lanes, WaveStates, interfering, of_waves
 
 log = logging.getLogger("bytesched")
@@ -78,52 +71,63 @@ class TickTock:
             raise ConfigError(f"waves = {waves}: there are at least 2")
         config = Config.load(**fields)
         session = session_of(optimizer)
+        ranks, self._rank = 1, 0
+        if dist.is_available() and dist.is_initialized():
+            ranks, self._rank = dist.get_world_size(), dist.get_rank()
         if session is None:
             # Else bytesched.wrap has set a level.
-            show(config.log_level, this_rank())
-        refuse_unsynchronised(
-            model, optimizer, is_wrapped=session is not None, is_off=not config.enabled
-        )
-        if this_rank() == 0:
+            show(config.log_level, self._rank)
+        self._ddp = find_ddp(model)
+        sends = session or self._ddp or hasattr(optimizer, "_allreduce_grad_async")
+        if ranks > 1 and not sends:
+            why = "" if config.enabled else ", and enabled is off"
+            raise PluginError(
+                f"nothing synchronises the gradients of the {ranks} ranks{why}: put the model "
+                "into DistributedDataParallel, or call bytesched.wrap(optimizer, model) first"
+            )
+        if self._rank == 0:
             # Those from elsewhere may be meant for bytesched.wrap.
             warn_of_unused(config, _USED, "TickTock", origins=["code"])
         self._model = model
         self._optimizer = optimizer
         self._loss_fn = loss_fn
         self._waves = waves
-        self._ddp = find_ddp(model)
         self._update = update
         self._steps = 0
         self._closed = False
-        self._all = _all_parameters(model, optimizer)
-        named = _named(model, trained(self._all))
+        # Those of the model, and what else is updated.
+        updated = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+        self._all = list({id(p): p for p in chain(model.parameters(), updated)}.values())
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        named = [(names.get(id(p), "a parameter of the loss"), p) for p in _trained(self._all)]
         self._trained = {id(parameter) for _, parameter in named}
         device = named[0][1].device
         self._lanes = CudaLanes(device, waves) if device.type == "cuda" else Lanes()
-        self._owns_observers = not isinstance(session, PlannedSession)
         self._gradients = JoinedGradients(
-            named, waves, self._lanes, rank=this_rank(), timeout_s=config.timeout_s
+            named, waves, self._lanes, rank=self._rank, timeout_s=config.timeout_s
         )
-        self._observers = (
-            session.observers if isinstance(session, PlannedSession) else _own_observers(config)
-        )
+        self._owns_observers = not isinstance(session, PlannedSession)
+        self._observers = session.observers if isinstance(session, PlannedSession) else Observers()
+        if self._owns_observers and config.timeline:
+            # Nothing of ours connects the ranks: each host's own clock has to do.
+            self._observers.add(Timeline(config.timeline, rank=self._rank, clock_offset_ns=0))
         self._passes = Passes(named, waves, self._gradients, self._lanes, self._observers)
-        self._states = WaveStates(model, waves, world_size()) if replicas else None
+        self._states = WaveStates(model, waves, ranks) if replicas else None
         self._trial = Trial()
-        why = why_accumulate(self._ddp)
+        why = _why_accumulate(self._ddp)
         self._accumulates = bool(why)
-        why = why or ("" if config.enabled else "enabled is off") or why_alone(model, device)
+        why = why or ("" if config.enabled else "enabled is off") or _why_alone(model, device)
         if why:
             log.info("waves are off, gradients are accumulated: %s", why)
             self._trial.overlap = False
         else:
             self._trial.overlap = overlap
-        if not replicas and (names := interfering(model)):
+        if not replicas and (found := interfering(model)):
             log.info(
                 "%s%s: each wave continues from the previous one, as in gradient accumulation; "
                 "replicas=True gives each wave its own",
-                ", ".join(names[:_NAMED]),
-                ", ..." if len(names) > _NAMED else "",
+                ", ".join(found[:_NAMED]),
+                ", ..." if len(found) > _NAMED else "",
             )
 
     def step(self, *batches: Any) -> torch.Tensor:
@@ -132,7 +136,7 @@ class TickTock:
         Gradients are set to none first and the optimizer is stepped at the end.
         """
         if self._closed:
-            raise SchedulerClosed(f"rank {this_rank()}: step() of closed waves; make new ones")
+            raise SchedulerClosed(f"rank {self._rank}: step() of closed waves; make new ones")
         parts, shares = of_waves(batches, self._waves)
         forwards = [
             partial(self._forward, wave, part, share)
@@ -190,16 +194,12 @@ class TickTock:
 
     def _forward(self, wave: int, batch: Any, share: float) -> torch.Tensor:
         with ExitStack() as stack:
-            stack.enter_context(self._unsynchronised(wave))
+            if self._ddp is not None and wave < self._waves - 1:
+                # DDP sends gradients with those of the last wave.
+                stack.enter_context(self._ddp.no_sync())
             if self._states is not None:
                 stack.enter_context(self._states.of(wave))
             return self._loss_fn(self._model, batch) * share
-
-    def _unsynchronised(self, wave: int) -> AbstractContextManager[Any]:
-        """Keeps DDP from sending the gradients of all waves but the last."""
-        if self._ddp is None or wave == self._waves - 1:
-            return nullcontext()
-        return self._ddp.no_sync()
 
     def _accumulate(self, forwards: Sequence[Callable[[], torch.Tensor]]) -> list[torch.Tensor]:
         losses = []
@@ -210,72 +210,30 @@ class TickTock:
         return losses
 
 
-def _own_observers(config: Config) -> Observers:
-    """Those of waves that nothing of bytesched sends for."""
-    if not config.timeline:
-        return Observers()
-    # Nothing of ours connects the ranks: each host's own clock has to do.
-    return Observers([Timeline(config.timeline, rank=this_rank(), clock_offset_ns=0)])
+def _trained(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+    """Those that may get a gradient. Raises PluginError for none, or if they are scattered."""
+    found = [parameter for parameter in parameters if parameter.requires_grad]
+    if not found:
+        raise PluginError("the model has no parameter that requires a gradient")
+    if len({parameter.device for parameter in found}) > 1:
+        raise PluginError("the parameters are on several devices: waves need them on one")
+    return found
 
 
-def _all_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
-    """Those of the model, and what else is updated."""
-    updated = chain.from_iterable(group["params"] for group in optimizer.param_groups)
-    return list({id(p): p for p in chain(model.parameters(), updated)}.values())
+def _why_accumulate(ddp: nn.parallel.DistributedDataParallel | None) -> str:
+    """Why every wave needs an ordinary backward pass of its own; empty if it does not."""
+    if ddp is not None and ddp.static_graph:
+        return "DDP with static_graph counts the backward passes of all waves"
+    if ddp is not None and ddp.find_unused_parameters:
+        return "DDP with find_unused_parameters looks only at what the last wave uses"
+    return ""
 
 
-def _named(model: nn.Module, parameters: Sequence[nn.Parameter]) -> list[tuple[str, nn.Parameter]]:
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    return [(names.get(id(p), "a parameter of the loss"), p) for p in parameters]
-
-
-#: steps of each kind before the first that counts
-_WARM_UP = 2
-#: steps of each kind that count
-_TIMED = 5
-
-
-class Trial:
-    """Durations of steps in, what the next step does out. Pure.
-
-    Both kinds take turns, so that a slow moment of the machine meets both.
-    """
-
-    def __init__(self) -> None:
-        #: by whether waves overlapped
-        self._durations_s: dict[bool, list[float]] = {True: [], False: []}
-        #: the decision, once there is one
-        self.overlap: bool | None = None
-
-    @property
-    def next_overlaps(self) -> bool:
-        """Whether the waves of the next step overlap."""
-        if self.overlap is not None:
-            return self.overlap
-        return len(self._durations_s[True]) <= len(self._durations_s[False])
-
-    def add(self, duration_s: float) -> None:
-        """The step for which ``next_overlaps`` was asked took so long."""
-        self._durations_s[self.next_overlaps].append(duration_s)
-        if len(self._durations_s[False]) < _WARM_UP + _TIMED:
-            return
-        beside_ms, after_ms = self.figures_ms()
-        self.overlap = beside_ms < after_ms
-        if self.overlap:
-            log.info(
-                "waves: a step takes %.1f ms, %.1f ms with one after another", beside_ms, after_ms
-            )
-        else:
-            log.info(
-                "waves are off, gradients are accumulated from here on: a step takes %.1f ms with "
-                "waves, %.1f ms with one after another; the device is busy without them",
-                beside_ms,
-                after_ms,
-            )
-
-    def figures_ms(self) -> tuple[float, float]:
-        """Median duration of a step, with waves that overlap and one after another; 0 if none."""
-        beside, after = (
-            self._durations_s[overlap][_WARM_UP:] or [0.0] for overlap in (True, False)
-        )
-        return 1e3 * statistics.median(beside), 1e3 * statistics.median(after)
+def _why_alone(model: nn.Module, device: torch.device) -> str:
+    """Why waves cannot run beside each other, or cannot gain by it; empty if they can."""
+    if any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
+        return "SyncBatchNorm communicates in forward and backward, in an order of its own"
+    # macOS cannot bind a process to cores.
+    bound = hasattr(os, "sched_getaffinity")
+    cores = len(os.sched_getaffinity(0)) if bound else os.cpu_count()
+    return "this process has one core" if device.type == "cpu" and cores == 1 else ""

@@ -16,8 +16,7 @@ from bytesched.observe import Observers
 from ..failures import Progress
 from ..routes.groups.group import Group
 from ..routes.groups.messages import Messages, Waiter
-from .routes import WEIGHTS, Cargo, Route, name_of, sends, source, tag_of, visits
-from .stage import WAITING, Rooms, Stage
+from .stage import WAITING, WEIGHTS, Cargo, Rooms, Route, Stage, sends, source, visits
 
 
 class Traffic:
@@ -88,7 +87,7 @@ class Traffic:
 
     def wait_for(self, cargo: Cargo, stage: int) -> None:
         """Returns when the weights of ``stage`` are here."""
-        self._progress.wait(lambda: (cargo, stage) in self._arrived, name_of(cargo, stage))
+        self._progress.wait(lambda: (cargo, stage) in self._arrived, cargo.of(stage))
 
     def used(self, cargo: Cargo, stage: int) -> None:
         """This rank has computed with the weights, and needs them no longer."""
@@ -139,7 +138,7 @@ class Traffic:
     def _story(self) -> str:
         """What is still to be sent, for the message of a timeout."""
         return "\n".join(
-            f"{count} chunks of {name_of(cargo, stage)} have not ended at rank {to}"
+            f"{count} chunks of {cargo.of(stage)} have not ended at rank {to}"
             for (cargo, stage, to), count in self._left.items()
             if count
         )
@@ -204,7 +203,7 @@ class Traffic:
             # By chunk: the last gradients go through all ranks when no rank computes any more.
             for number, (start, stop) in enumerate(self._bounds[index]):
                 if earlier is not None:
-                    task = name_of(Cargo.GRADIENT, index)
+                    task = Cargo.GRADIENT.of(index)
                     self._messages.wait(works[number], self._rank - 1, task=task)
                     earlier[start:stop] += own[start:stop]
                 self._ready(Cargo.GRADIENT, index, number)
@@ -222,16 +221,16 @@ class Traffic:
         """Begins to receive into ``flat``, chunk by chunk."""
         try:
             return [
-                self._group.receive(flat[start:stop], origin, tag_of(cargo, index, number))
+                self._group.receive(flat[start:stop], origin, cargo.tag(index, number))
                 for number, (start, stop) in enumerate(self._bounds[index])
             ]
         except RuntimeError as error:
-            raise self._group.error(error, task=name_of(cargo, index)) from error
+            raise self._group.error(error, task=cargo.of(index)) from error
 
     def _receive(self, cargo: Cargo, index: int, origin: int, works: Sequence[Any]) -> None:
         """Waits for what was begun; weights are passed on, each chunk as soon as it is here."""
         for number, work in enumerate(works):
-            self._messages.wait(work, origin, task=name_of(cargo, index))
+            self._messages.wait(work, origin, task=cargo.of(index))
             if cargo in WEIGHTS:
                 self._ready(cargo, index, number)
 
@@ -257,9 +256,8 @@ class Traffic:
         start, stop = self._bounds[route.stage][number]
         is_weights = route.cargo in WEIGHTS
         flat = self._stages[route.stage].flat if is_weights else self._sums[route.stage]
-        chunk, tag = flat[start:stop], tag_of(route.cargo, route.stage, number)
-        name = f"{name_of(route.cargo, route.stage)} to {route.to}"
-        name = f"{name}[{start}:]" if start else name
+        chunk, tag = flat[start:stop], route.cargo.tag(route.stage, number)
+        name = f"{route.cargo.of(route.stage)} to {route.to}" + (f"[{start}:]" if start else "")
         began_ns = perf_counter_ns()
         try:
             work = self._group.send(chunk, route.to, tag)

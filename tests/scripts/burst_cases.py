@@ -309,7 +309,7 @@ def loses_its_last_step(closes: bool, is_known: bool) -> None:
     if is_known:
         for session in burst._sessions.values():
             session._failures.fail(lost)
-        burst._moves.fail(lost)
+        burst._moves.progress.fail(lost)
     else:
         mock.patch.object(PlannedSession, "flush", side_effect=lost).start()
     if closes:
@@ -324,7 +324,7 @@ def loses_its_last_step(closes: bool, is_known: bool) -> None:
 def raised_by_its_step() -> None:
     """What ``step()`` has raised is not raised again."""
     burst = burst_of()
-    burst._moves.fail(PeerLost("rank 9 is gone"))
+    burst._moves.progress.fail(PeerLost("rank 9 is gone"))
     try:
         burst.step(*batch(0))
     except PeerLost:

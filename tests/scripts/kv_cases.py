@@ -28,7 +28,7 @@ from bytesched.plugins.stores.mpi import opening as mpi_kvstore
 from bytesched.plugins.stores.mpi.loop import Loop
 from bytesched.plugins.stores.mpi.messages import TO_WORKER, Message, Op
 from bytesched.plugins.stores.mpi.server import Server
-from bytesched.plugins.stores.mpi.service import Answers
+from bytesched.plugins.stores.mpi.transfer import Answers
 from bytesched.plugins.stores.scheduled import ScheduledKVStore
 from bytesched.plugins.stores.training import begin as kvstore_training
 

@@ -21,7 +21,7 @@ from wave_cases import CLASSES, WIDTH, batch_of
 
 from bytesched.errors import BytesschedError, SchedulerClosed, TransportError
 from bytesched.plugins.wave import ModelWaves
-from bytesched.plugins.wave.routes import Cargo, Route
+from bytesched.plugins.wave.stage import Cargo, Route
 from bytesched.plugins.wave.traffic import Traffic
 
 STEPS = 4

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,8 +23,6 @@ from .messages import TO_SERVER, Message, Op, push_tag
 from .server import Server
 from .transfer import Transfer
 
-__all__ = ["Calls"]
-
 #: How often, per timeout, a worker sends a sign of life.
 _BEATS = 4
 
@@ -43,12 +42,8 @@ class _Pending:
 class Calls:
     """One worker's open calls, and its one sticky error (see loop.Role).
 
-    Methods are for the loop's thread, except below other headings.
-
-    Args:
-        transfer: hears of values that can be read.
-        servers: ranks; the first one is where workers meet.
-        timeout_s: how long an answer may take.
+    Methods are for the loop's thread, except below other headings. The first server is where
+    workers meet.
     """
 
     def __init__(
@@ -61,8 +56,7 @@ class Calls:
         self._servers = servers
         self._timeout_s = timeout_s
         self._pending: dict[tuple[str, int], _Pending] = {}
-        self._asked = 0
-        self._meetings = 0
+        self._asked, self._meetings = itertools.count(), itertools.count()
         self._beat_at_s = 0.0
         self._by_op: dict[int, Callable[[int, Message], None]] = {
             Op.FAILED: lambda server, message: self.fail(message.error),
@@ -75,7 +69,6 @@ class Calls:
     # -- what the loop calls -----------------------------------------------------------
 
     def on_message(self, rank: int, message: Message) -> None:
-        """A message of a server is here."""
         self._by_op[message.op](rank, message)
 
     def on_tick(self) -> None:
@@ -97,7 +90,6 @@ class Calls:
             )
 
     def awaits(self) -> bool:
-        """True while an answer is to come."""
         return bool(self._pending)
 
     def fail(self, error: BaseException) -> None:
@@ -136,7 +128,6 @@ class Calls:
             pending.ended(error)
 
     def send_to_all(self, message: Message) -> None:
-        """Sends ``message`` to every server."""
         for server in self._servers:
             self._loop.send_message(server, TO_SERVER, message)
 
@@ -153,18 +144,15 @@ class Calls:
 
     def meet(self, what: str) -> None:
         """Returns when every worker has come here, to do the same."""
-        number = self._meetings
-        self._meetings += 1
-        self._send(Message(Op.MEET, step=number, body=what), "meet", self._servers[0], what)
+        message = Message(Op.MEET, step=next(self._meetings), body=what)
+        self._send(message, "meet", self._servers[0], what)
 
     def ask(
         self, op: int, server: int, what: str, key: int = -1, body: Any = None, memory: Any = None
     ) -> None:
         """A call that a server answers with DONE; ``memory`` follows it."""
-        number = self._asked
-        self._asked += 1
         nbytes = 0 if memory is None else memory.nbytes
-        message = Message(op, key, number, nbytes, body=body)
+        message = Message(op, key, next(self._asked), nbytes, body=body)
         self._send(message, "call", server, what, memory)
 
     def _send(

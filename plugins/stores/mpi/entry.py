@@ -1,4 +1,4 @@
-"""One key at its server: what is pushed and summed, what updates it, and the pulls that wait."""
+"""What workers do together at a server: push, sum, update and pull one key; come to one call."""
 
 from __future__ import annotations
 
@@ -11,10 +11,7 @@ import torch
 
 from bytesched.errors import InvalidTransition, MismatchError, PeerLost, PluginError
 
-from .meetings import listed
 from .messages import Message
-
-__all__ = ["Entry", "Pull", "ServerOptimizer", "Spare"]
 
 
 class Pull(NamedTuple):
@@ -41,18 +38,11 @@ class Spare:
         self._free.pop((like.numel(), like.dtype), None)
 
     def keep(self, buffer: torch.Tensor) -> None:
-        """``buffer`` is not used any more."""
         self._free.setdefault((buffer.numel(), buffer.dtype), []).append(buffer)
 
 
 class ServerOptimizer:
-    """Updates one value; its hyper-parameters are those of the step.
-
-    Args:
-        name: of a class in torch.optim.
-        value: the parameter, updated in place.
-        hyperparameters: the keyword arguments of the class.
-    """
+    """Updates one value in place, by a class of torch.optim, with hyper-parameters of a step."""
 
     def __init__(self, name: str, value: torch.Tensor, hyperparameters: dict[str, Any]) -> None:
         kind = getattr(torch.optim, name, None)
@@ -96,12 +86,7 @@ def _from_json(value: Any) -> Any:
 
 
 class Entry:
-    """One key.
-
-    Args:
-        value: flat.
-        workers: how many push it.
-    """
+    """One key; its ``value`` is flat."""
 
     def __init__(
         self,
@@ -227,3 +212,52 @@ class Entry:
             f"worker {listed(missing)} to push key {self.name!r} (step {slowest + 1}): stopped, "
             "stuck, or in other code"
         )
+
+
+class Meetings:
+    """Which workers have come to which meeting, and with which call."""
+
+    def __init__(self, workers: int, left: set[int]) -> None:
+        self._workers = workers
+        #: those that will never come again; the server adds to it
+        self._left = left
+        #: by number of the meeting, what each worker calls
+        self._here: dict[int, dict[int, str]] = {}
+        self._since_s: dict[int, float] = {}
+
+    def come(self, number: int, worker: int, what: str) -> str | None:
+        """``worker`` is there; None until all are, and then what differs, if anything does.
+
+        PeerLost if one has left.
+        """
+        here = self._here.setdefault(number, {})
+        self._since_s.setdefault(number, monotonic())
+        here[worker] = what
+        self.check()
+        if len(here) < self._workers:
+            return None
+        del self._here[number], self._since_s[number]
+        different = next((w for w in sorted(here) if here[w] != here[0]), None)
+        if different is None:
+            return ""
+        return f"worker 0 called {here[0]}, and worker {different} called {here[different]}"
+
+    def check(self) -> None:
+        """Raises PeerLost if a meeting waits for one of them."""
+        for here in self._here.values():
+            if absent := self._left - here.keys():
+                what = next(iter(here.values()))
+                raise PeerLost(f"worker {listed(absent)} left; others are at: {what}")
+
+    def overdue(self, oldest_s: float) -> str:
+        for number, since_s in self._since_s.items():
+            if since_s < oldest_s:
+                here = self._here[number]
+                absent = [worker for worker in range(self._workers) if worker not in here]
+                return f"worker {listed(absent)} at: {next(iter(here.values()))}"
+        return ""
+
+
+def listed(workers: Iterable[int]) -> str:
+    """Their numbers, for a message."""
+    return ", ".join(map(str, sorted(workers)))

@@ -20,8 +20,6 @@ from bytesched.errors import MismatchError, PeerLost, TransportError
 
 from .messages import LONGEST_BYTES, Message
 
-__all__ = ["Loop", "Role"]
-
 _SHORTEST_NAP_S = 2e-5
 _LONGEST_NAP_S = 3e-4
 _TICK_S = 0.05
@@ -103,7 +101,6 @@ class Loop:
             self._empty.release()
 
     def start(self) -> None:
-        """Runs in a thread of its own."""
         self._thread.start()
 
     def stop(self, timeout_s: float) -> None:
@@ -124,7 +121,6 @@ class Loop:
     # -- the loop's thread -------------------------------------------------------------
 
     def send_message(self, rank: int, tag: int, message: Message) -> None:
-        """Sends a short message."""
         self.send(message.packed(self.rank), rank, tag)
 
     def send(
@@ -141,7 +137,6 @@ class Loop:
         self.post(self.comm.Isend([buffer, MPI.BYTE], rank, tag), sent, buffer)
 
     def receive(self, buffer: Any, rank: int, tag: int, then: Callable[[], None]) -> None:
-        """Fills ``buffer``, and calls ``then``."""
         self.post(self.comm.Irecv([buffer, MPI.BYTE], rank, tag), then, buffer)
 
     def receive_checked(
@@ -162,31 +157,27 @@ class Loop:
         """Until `stop`."""
         nap_s = _SHORTEST_NAP_S
         tick_at_s = monotonic() + _TICK_S
-        while not self._has_stopped():
+        while not self._stop_at_s or (self._sends and monotonic() <= self._stop_at_s):
             progressed = self._guarded(self._test)
             now_s = monotonic()
             if now_s >= tick_at_s:
                 tick_at_s = now_s + _TICK_S
                 for role in self._roles:
                     self._guarded(role.on_tick)
+            # One request of each role only listens.
+            is_busy = self._expected or len(self._requests) > len(self._roles)
             if progressed:
                 nap_s = _SHORTEST_NAP_S
+            elif is_busy or any(role.awaits() for role in self._roles):
+                nap_s = min(1.5 * nap_s, _LONGEST_NAP_S)
             else:
-                nap_s = min(1.5 * nap_s, _LONGEST_NAP_S if self._is_busy() else self._idle_nap_s)
+                nap_s = min(1.5 * nap_s, self._idle_nap_s)
             self._empty.acquire(timeout=nap_s)
             while self._inbox:
                 self._guarded(self._inbox.popleft())
         for request in (*self._requests, *(request for request, _ in self._broken)):
             with contextlib.suppress(MPI.Exception):
                 request.Cancel()
-
-    def _has_stopped(self) -> bool:
-        return bool(self._stop_at_s) and (not self._sends or monotonic() > self._stop_at_s)
-
-    def _is_busy(self) -> bool:
-        # One request of each role only listens.
-        under_way = self._expected or len(self._requests) > len(self._roles)
-        return bool(under_way) or any(role.awaits() for role in self._roles)
 
     def _fail(self, error: BaseException) -> None:
         for role in self._roles:

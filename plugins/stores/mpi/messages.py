@@ -12,21 +12,6 @@ import torch
 from bytesched import errors
 from bytesched.errors import BytesschedError, PeerLost, PluginError
 
-__all__ = [
-    "LONGEST_BYTES",
-    "TO_SERVER",
-    "TO_WORKER",
-    "Message",
-    "Op",
-    "flat_of",
-    "memory_of",
-    "packed_state",
-    "pull_tag",
-    "push_tag",
-    "tensor_of",
-    "unpacked_state",
-]
-
 TO_SERVER = 1
 TO_WORKER = 2
 _FIRST_DATA_TAG = 16

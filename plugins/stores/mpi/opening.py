@@ -33,8 +33,6 @@ from .server import Server
 from .transfer import OneSided, Transfer
 from .worker import MPIKVStore
 
-__all__ = ["MPIKVStore", "open_store"]
-
 log = logging.getLogger("bytesched")
 
 #: A server gives up before the workers that wait for it, so that they get its reason.

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from time import monotonic
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,9 +17,8 @@ from bytesched.errors import (
     SchedulerTimeout,
 )
 
-from .entry import Entry, Pull, ServerOptimizer, Spare
+from .entry import Entry, Meetings, Pull, ServerOptimizer, Spare
 from .loop import Loop
-from .meetings import Meetings
 from .messages import (
     TO_WORKER,
     Message,
@@ -29,19 +29,22 @@ from .messages import (
     push_tag,
     unpacked_state,
 )
-from .service import Answers, Arrivals, Push
-from .transfer import Transfer
+from .transfer import Answers, Transfer
 
-__all__ = ["Server"]
+#: Values that are being received at a time, from all workers.
+_RECEIVING = 4
+
+
+class _Push(NamedTuple):
+    """A worker has announced a value, and is offering it."""
+
+    worker: int
+    entry: Entry
+    message: Message
 
 
 class Server:
-    """Serves the keys of one rank (see loop.Role).
-
-    Args:
-        workers: ranks of the communicator, by number of the worker.
-        timeout_s: how long a step may stay incomplete.
-    """
+    """Serves the keys of one rank (see loop.Role); a step is complete within ``timeout_s``."""
 
     def __init__(
         self, loop: Loop, transfer: Transfer, workers: list[int], timeout_s: float
@@ -49,13 +52,15 @@ class Server:
         self.error: BaseException | None = None
         #: some worker has not left, and nothing has failed
         self.is_serving = True
+        #: ranks of the communicator, by number of the worker
         self._workers = workers
         self._number = {rank: number for number, rank in enumerate(workers)}
         self._timeout_s = timeout_s
         self._loop = loop
-        self._forget = transfer.forget
+        self._transfer = transfer
         self._spare = Spare()
-        self._arrivals = Arrivals(workers, transfer, self._spare, self._received)
+        self._announced: list[_Push] = []
+        self._receiving = 0
         #: by number of the worker
         self._answers = [Answers(rank, transfer) for rank in workers]
         self._entries: dict[int, Entry] = {}
@@ -80,7 +85,6 @@ class Server:
         }
 
     def on_message(self, rank: int, message: Message) -> None:
-        """A message of a worker, or of another server, is here."""
         if message.op == Op.FAILED:
             self.fail(message.error)
         if self.error is not None or rank not in self._number:
@@ -109,7 +113,7 @@ class Server:
                 return
 
     def awaits(self) -> bool:
-        """A server only answers."""
+        # A server only answers.
         return False
 
     def fail(self, error: BaseException) -> None:
@@ -178,7 +182,7 @@ class Server:
         # All workers have met: nothing of it is under way.
         if (entry := self._entries.pop(message.key, None)) is not None:
             self._spare.drop(entry.value)
-        self._forget(message.key)
+        self._transfer.forget(message.key)
         self._done(worker, message)
 
     def _set_optimizer(self, worker: int, message: Message) -> None:
@@ -207,9 +211,25 @@ class Server:
     def _push(self, worker: int, message: Message) -> None:
         entry = self._known(message, worker)
         entry.announce(worker, message)
-        self._arrivals.add(Push(worker, entry, message))
+        self._announced.append(_Push(worker, entry, message))
+        self._receive_next()
 
-    def _received(self, push: Push, value: torch.Tensor) -> None:
+    def _receive_next(self) -> None:
+        """Most complete first: what is nearly summed lets all workers go on (BytePS)."""
+        while self._announced and self._receiving < _RECEIVING:
+            # Of several, the one that was announced first.
+            push = min(self._announced, key=lambda p: (-p.entry.taken, -p.message.priority))
+            self._announced.remove(push)
+            self._receiving += 1
+            worker, entry, message = push
+            entry.announced -= 1
+            entry.taken += 1
+            buffer = self._spare.take(entry.value)
+            received = partial(self._received, push, buffer)
+            self._transfer.take(self._workers[worker], message, memory_of(buffer), received)
+
+    def _received(self, push: _Push, value: torch.Tensor) -> None:
+        self._receiving -= 1
         entry, message = push.entry, push.message
         self._loop.send_message(
             self._workers[push.worker],
@@ -218,6 +238,7 @@ class Server:
         )
         entry.receive(push.worker, value)
         self._answer(entry)
+        self._receive_next()
 
     def _pull(self, worker: int, message: Message) -> None:
         entry = self._known(message, worker)

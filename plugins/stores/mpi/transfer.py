@@ -2,10 +2,14 @@
 
 Both are used the same way. A worker *offers* a value and the server *takes* it; a server *gives*
 a value and the worker, which has *asked* before, gets it.
+
+A link carries what it is given in the order it is given. So a server has little under way at a
+time, and what waits is chosen again whenever something has left or arrived.
 """
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable
 from typing import Any
 
@@ -17,9 +21,9 @@ from bytesched.errors import PluginError
 from .loop import Loop
 from .messages import TO_WORKER, Message, Op, pull_tag, push_tag
 
-__all__ = ["OneSided", "Transfer"]
-
 _ALIGNMENT = 64
+#: Values on their way to one worker at a time: the next is there when one has left.
+_SENDING = 2
 
 
 class Transfer:
@@ -142,3 +146,32 @@ class OneSided(Transfer):
             )
         self._next += size
         return self._next - size, size
+
+
+class Answers:
+    """Sends values to one worker, the most urgent of those that are ready first.
+
+    Workers need no window for their pulls: what is asked for and not ready occupies no link.
+    """
+
+    def __init__(self, rank: int, transfer: Transfer) -> None:
+        self._rank = rank
+        self._transfer = transfer
+        self._sending = 0
+        self._added = 0
+        self._ready: list[tuple[int, int, int, Any]] = []
+
+    def add(self, key: int, priority: int, memory: Any) -> None:
+        self._added += 1
+        heapq.heappush(self._ready, (-priority, self._added, key, memory))
+        self._send_next()
+
+    def _send_next(self) -> None:
+        while self._ready and self._sending < _SENDING:
+            self._sending += 1
+            _, _, key, memory = heapq.heappop(self._ready)
+            self._transfer.give(self._rank, key, memory, self._sent)
+
+    def _sent(self) -> None:
+        self._sending -= 1
+        self._send_next()

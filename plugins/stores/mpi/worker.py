@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from threading import Lock
 from typing import Any
 
 import torch
 
 from bytesched.errors import InvalidTransition
-from bytesched.kvstore.protocol import Ended, Key, describe
+from bytesched.kvstore.protocol import Ended, Key, describe, known
 
 from .calls import Calls
-from .keys import Keys, Remote
 from .loop import Loop
 from .messages import (
     TO_SERVER,
@@ -29,18 +30,38 @@ from .messages import (
 from .server import Server
 from .transfer import Transfer
 
-__all__ = ["MPIKVStore"]
+
+@dataclass(eq=False)
+class _Remote:
+    """A key, and on which server it is."""
+
+    key: Key
+    number: int
+    server: int
+    what: str
+    nbytes: int
+    #: pushes of this worker
+    count: int = 0
+    #: pushed, and not pulled since
+    is_pushed: bool = False
+    _lock: Lock = field(default_factory=Lock)
+
+    def begin_push(self, worker: int) -> int:
+        """The number of this push of ``worker``, from 1; InvalidTransition for two in one step."""
+        with self._lock:
+            if self.is_pushed:
+                raise InvalidTransition(
+                    f"worker {worker} pushed key {self.key!r} twice in one step: pull it first"
+                )
+            self.is_pushed = True
+            self.count += 1
+            return self.count
 
 
 class MPIKVStore:
     """One worker's view of the store; see `open_store`, which makes it.
 
     Transfers are carried out by a thread of its own, which alone calls MPI.
-
-    Args:
-        loop: of this rank; it does not run yet.
-        server: the one on this very rank, if there is one.
-        servers: the ranks of all servers.
     """
 
     #: see `AsyncKVStore`
@@ -61,7 +82,10 @@ class MPIKVStore:
         self.updates = updates
         self._num_workers = num_workers
         self._servers = servers
-        self._keys = Keys(servers)
+        #: All workers make the same calls, and so put each key on the same server.
+        self._keys: dict[Key, _Remote] = {}
+        self._made = 0
+        self._load_bytes = dict.fromkeys(servers, 0)
         self._has_optimizer = False
         self._loop = loop
         self._transfer = transfer
@@ -108,14 +132,17 @@ class MPIKVStore:
             raise InvalidTransition(f"key {key!r} has been initialised already")
         self._calls.meet(f"init {key!r} as {describe(value)}")
         flat = flat_of(value)
-        remote = self._keys.place(key, value, flat.nbytes)
+        server = min(self._load_bytes, key=lambda rank: (self._load_bytes[rank], rank))
+        self._load_bytes[server] += flat.nbytes
+        remote = _Remote(key, self._made, server, describe(value), flat.nbytes)
+        self._made += 1
         if self.rank == 0:
             dtype = str(value.dtype).removeprefix("torch.")
             what = {"name": str(key), "dtype": dtype, "shape": list(value.shape)}
             call = f"init of key {key!r}"
-            self._calls.ask(Op.INIT, remote.server, call, remote.number, what, memory_of(flat))
+            self._calls.ask(Op.INIT, server, call, remote.number, what, memory_of(flat))
         self._calls.meet(f"init {key!r}: done")
-        self._keys.add(remote)
+        self._keys[key] = remote
 
     def delete(self, key: Key) -> None:
         """Forgets ``key``; every worker calls it."""
@@ -124,17 +151,16 @@ class MPIKVStore:
         if self.rank == 0:
             self._calls.ask(Op.DELETE, remote.server, f"delete of key {key!r}", remote.number)
         self._loop.call(lambda: self._transfer.forget(remote.number))
-        self._keys.remove(remote)
+        self._load_bytes[remote.server] -= remote.nbytes
+        del self._keys[key]
 
     def push(self, key: Key, value: Any, priority: int = 0) -> None:
         """Adds ``value`` to this step of ``key``; returns when the server has it."""
-        begin = self._push(key, value, priority)
-        self._calls.wait(f"push of key {key!r}", begin)
+        self._calls.wait(f"push of key {key!r}", self._push(key, value, priority))
 
     def pull(self, key: Key, out: Any, priority: int = 0) -> None:
         """Fills ``out`` with the value of ``key``."""
-        begin = self._pull(key, out, priority)
-        self._calls.wait(f"pull of key {key!r}", begin)
+        self._calls.wait(f"pull of key {key!r}", self._pull(key, out, priority))
 
     def pushpull(self, key: Key, value: Any, out: Any = None, priority: int = 0) -> None:
         """Push, then pull into ``out``, or into ``value`` if that is None."""
@@ -266,9 +292,9 @@ class MPIKVStore:
 
         return begin
 
-    def _known(self, key: Key, call: str, value: Any = None) -> Remote:
+    def _known(self, key: Key, call: str, value: Any = None) -> _Remote:
         self._calls.check(f"{call} of key {key!r}")
-        return self._keys.known(key, call, value)
+        return known(self._keys, key, call, value)
 
     def __repr__(self) -> str:
         return (

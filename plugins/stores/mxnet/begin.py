@@ -18,8 +18,6 @@ from bytesched.trace.timeline import observers_here
 from ...ending import at_exit, died_of, make_exit_fail
 from .store import ScheduledMXNetStore
 
-__all__ = ["begin"]
-
 log = logging.getLogger("bytesched")
 
 _SUPPORTED = "1.9.1"
@@ -62,28 +60,21 @@ def _trainer(trainer: Any, config: Config) -> Any:
 
 def _store(store: Any, config: Config, *, learns_order: bool = False) -> Any:
     show(config.log_level, store.rank)
-    why = _why_plain(store, config)
-    if why:
+    is_naive, version = mxnet_engine() == "NaiveEngine", mx.__version__
+    reasons = {
+        "enabled is off": not config.enabled,
+        f"a store of type {store.type!r} stays within this process": "dist" not in store.type,
+        "DMLC_PS_VAN_TYPE=p3 schedules already": getattr(store, "_is_p3", False),
+        "MXNET_ENGINE_TYPE=NaiveEngine runs one operation at a time": is_naive,
+        f"MXNet is {version}, and this needs the engine of {_SUPPORTED}": version != _SUPPORTED,
+    }
+    if why := next((why for why, is_so in reasons.items() if is_so), ""):
         log.info("left as it was: %s", why)
         return store
     observers = observers_here(store.rank, config)
     scheduled = ScheduledMXNetStore(store, config, observers, learns_order=learns_order)
     _stores.add(scheduled)
     return scheduled
-
-
-def _why_plain(store: Any, config: Config) -> str:
-    if not config.enabled:
-        return "enabled is off"
-    if "dist" not in store.type:
-        return f"a store of type {store.type!r} stays within this process"
-    if store._is_p3:
-        return "DMLC_PS_VAN_TYPE=p3 schedules already"
-    if mxnet_engine() == "NaiveEngine":
-        return "MXNET_ENGINE_TYPE=NaiveEngine runs one operation at a time"
-    if mx.__version__ != _SUPPORTED:
-        return f"MXNet is {mx.__version__}, and this needs the engine of {_SUPPORTED}"
-    return ""
 
 
 def _at_exit() -> None:

@@ -21,8 +21,6 @@ from bytesched.errors import PeerLost, SchedulerTimeout
 from bytesched.order import Following
 from bytesched.task import CommTask
 
-__all__ = ["Announced", "Channel"]
-
 _INDEX = struct.Struct("<I")
 #: Any process may connect; one that sends this is a worker.
 _TOKEN_BYTES = 16

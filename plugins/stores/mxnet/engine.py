@@ -17,8 +17,6 @@ from typing import Any
 import mxnet as mx
 from mxnet.base import _LIB, check_call
 
-__all__ = ["Held", "alias", "post"]
-
 #: FnProperty::kCPUPrioritized in mxnet/engine.h: threads of their own, not those that compute
 _PRIORITIZED = ctypes.c_int(3)
 

@@ -18,8 +18,6 @@ from bytesched.task import CommTask
 
 from .engine import Held, alias
 
-__all__ = ["Chunk", "KeySlot", "ServerKeys", "pairs", "published", "why_whole"]
-
 #: Keys of ours begin here. MXNet chooses a key's server by the remainder of ``key * 9973``, in 32
 #: bits, so there is an end as well.
 _FIRST = 100_000
@@ -34,31 +32,14 @@ _ELEMENTWISE = frozenset(
 _numbers = itertools.count(_FIRST)
 
 
-class ServerKeys:
-    """The integers by which keys are on the servers, and on which server each is."""
-
-    def __init__(self, num_servers: int) -> None:
-        self.num_servers = num_servers
-
-    def of(self, key: Key) -> int:
-        """A small integer is its own; anything else gets a new one."""
-        if isinstance(key, int) and 0 <= key < _FIRST:
-            return key
-        return self.new()
-
-    def new(self) -> int:
-        """One that was not there before; neighbours are on neighbouring servers."""
-        number = next(_numbers)
-        if number > _LAST:
-            raise PluginError(
-                f"more than {_LAST - _FIRST} chunks, which MXNet cannot number: raise "
-                "partition_bytes"
-            )
-        return number
-
-    def server(self, number: int) -> int:
-        """Where MXNet keeps it (``EncodeDefaultKey`` in kvstore_dist.h)."""
-        return number * 9973 % self.num_servers
+def new_number() -> int:
+    """By which a key is on the servers, not used before; neighbours are on neighbouring servers."""
+    number = next(_numbers)
+    if number > _LAST:
+        raise PluginError(
+            f"more than {_LAST - _FIRST} chunks, which MXNet cannot number: raise partition_bytes"
+        )
+    return number
 
 
 class Chunk(pipes.Chunk):
@@ -66,7 +47,7 @@ class Chunk(pipes.Chunk):
 
     __slots__ = ("buffers",)
 
-    def __init__(self, number: int, push_task: CommTask) -> None:
+    def __init__(self, number: Key, push_task: CommTask) -> None:
         super().__init__(number, push_task, follows=False)
         #: this range of the slot's buffers, as arrays that are different ones to the engine
         self.buffers: list[Any] = []
@@ -88,7 +69,8 @@ class KeySlot:
         #: none before `cut`
         self.chunks: list[Chunk] = []
         self.buffers: list[Any] = []
-        self._contexts: list[Any] = []
+        #: where they are
+        self.contexts: list[Any] = []
         #: what goes on with it now, if anything does
         self.call = ""
         self.held: Held | None = None
@@ -102,27 +84,23 @@ class KeySlot:
         """Size of a value, in bytes."""
         return self._size * self._itemsize
 
-    def cut(self, partition_bytes: int, numbers: ServerKeys) -> list[Chunk]:
+    def cut(self, partition_bytes: int) -> list[Chunk]:
         """Makes its chunks, of about ``partition_bytes``, or one if that is 0.
 
         A key that stays whole keeps the number that it would have without us.
         """
         whole = CommTask(str(self.key), start_at=0, stop_at=self._size, itemsize=self._itemsize)
         tasks = whole.partition(partition_bytes) if partition_bytes else (whole,)
+        is_own = len(tasks) == 1 and isinstance(self.key, int) and 0 <= self.key < _FIRST
         for task in tasks:
-            number = numbers.of(self.key) if len(tasks) == 1 else numbers.new()
-            self.chunks.append(Chunk(number, task))
+            self.chunks.append(Chunk(self.key if is_own else new_number(), task))
         self._point_chunks()
         return self.chunks
 
-    def is_placed(self, values: Sequence[Any]) -> bool:
-        """Whether the buffers are where ``values`` are."""
-        return [value.context for value in values] == self._contexts
-
     def place(self, values: Sequence[Any]) -> None:
         """New buffers where ``values`` are; nothing of the key may be under way."""
-        self._contexts = [value.context for value in values]
-        self.buffers = [mx.nd.zeros(self._size, ctx, dtype=self.dtype) for ctx in self._contexts]
+        self.contexts = [value.context for value in values]
+        self.buffers = [mx.nd.zeros(self._size, ctx, dtype=self.dtype) for ctx in self.contexts]
         self._point_chunks()
 
     def _point_chunks(self) -> None:

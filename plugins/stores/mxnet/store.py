@@ -11,7 +11,6 @@ from typing import Any
 import mxnet as mx
 
 from bytesched.config import Config
-from bytesched.environment import mxnet_servers
 from bytesched.errors import InvalidTransition, PluginError
 from bytesched.kvstore.pipes import Pipes
 from bytesched.kvstore.protocol import Key
@@ -21,12 +20,9 @@ from bytesched.observe import Observers
 from ...registry import kind_of_store
 from .channel import Announced, Channel
 from .engine import Held, post
-from .keys import KeySlot, ServerKeys, pairs, published, why_whole
-from .moves import Moves
-from .underway import Underway
+from .keys import KeySlot, new_number, pairs, published, why_whole
+from .underway import Moves, Underway
 from .urgency import Urgency
-
-__all__ = ["ScheduledMXNetStore"]
 
 log = logging.getLogger("bytesched")
 
@@ -58,7 +54,6 @@ class ScheduledMXNetStore(mx.kvstore.KVStoreBase):  # type: ignore[misc]
         self._slots: dict[Key, KeySlot] = {}
         #: of each `init`, the keys that the servers do not have yet
         self._unmade: list[list[KeySlot]] = []
-        self._numbers = ServerKeys(mxnet_servers())
         self._steps: dict[Key, int] = {}
         self._urgency = Urgency() if learns_order else None
         self._is_cuttable = True
@@ -100,22 +95,18 @@ class ScheduledMXNetStore(mx.kvstore.KVStoreBase):  # type: ignore[misc]
 
     @property
     def rank(self) -> int:
-        """This worker's number, from 0."""
         return int(self.store.rank)
 
     @property
     def num_workers(self) -> int:
-        """How many workers push to this store."""
         return int(self.store.num_workers)
 
     @property
     def error(self) -> BaseException | None:
-        """The first error, which is final."""
         return self._underway.error
 
     @property
     def is_closed(self) -> bool:
-        """Whether `close` was called."""
         return self._underway.is_closed
 
     def is_capable(self, capability: str) -> bool:
@@ -233,7 +224,7 @@ class ScheduledMXNetStore(mx.kvstore.KVStoreBase):  # type: ignore[misc]
             raise InvalidTransition(f"key {key!r} has not been initialised through this store")
         slot.check(call, [*arrays, *outs])
         self._make()
-        if call != "pull" and not slot.is_placed(arrays):
+        if call != "pull" and slot.contexts != [array.context for array in arrays]:
             self.flush()
             slot.place(arrays)
         self._underway.add()
@@ -292,7 +283,7 @@ class ScheduledMXNetStore(mx.kvstore.KVStoreBase):  # type: ignore[misc]
         for slots in unmade:
             for slot in slots:
                 size = self._partition_bytes if self._is_cuttable else 0
-                for chunk in slot.cut(size, self._numbers):
+                for chunk in slot.cut(size):
                     self._moves.add(chunk.key, slot)
                     self._pipes.add(chunk)
                 for buffer in slot.buffers:
@@ -306,7 +297,7 @@ class ScheduledMXNetStore(mx.kvstore.KVStoreBase):  # type: ignore[misc]
     def _exchanged(self, text: str) -> str:
         """The ``text`` of worker 0, which also decides whether keys are cut."""
         text = f"{int(self._is_cuttable)} {text}"
-        publish = partial(published, self.store, self._numbers.new(), text)
+        publish = partial(published, self.store, new_number(), text)
         cut, _, text = self._underway.limited(publish, "the start of the store").partition(" ")
         self._is_cuttable = cut == "1"
         return text

@@ -1,20 +1,19 @@
-"""Calls of an MXNet store from when they are made until they end, and the first error."""
+"""What is under way in an MXNet store: calls until they end, chunks, and the first error."""
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from time import monotonic
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from bytesched.errors import SchedulerClosed, SchedulerTimeout
+from bytesched.kvstore.protocol import Ended, Key
 
 from ..limited import limited
-from .engine import Held
+from .engine import Held, post
 from .keys import KeySlot
-
-__all__ = ["Underway"]
 
 log = logging.getLogger("bytesched")
 
@@ -24,6 +23,8 @@ T = TypeVar("T")
 _LOOKS = 4
 #: without any answer for so long, more than the credit may go
 _STUCK_S = 1.0
+#: Above everything that computes: what is begun has been scheduled already, and leaves at once.
+_NOW = 1_000_000
 
 
 class Underway:
@@ -50,7 +51,6 @@ class Underway:
 
     @property
     def is_closed(self) -> bool:
-        """Whether `close` was called."""
         return self._closed.is_set()
 
     def check(self, what: str) -> None:
@@ -187,3 +187,77 @@ class Underway:
                     )
                 )
                 return
+
+
+class Moves:
+    """MXNet's store as one whose pushes and pulls of chunks are begun, and report their ends.
+
+    A push ends when the server has answered: every worker has pushed. The answer to a chunk that is
+    pushed and pulled brings its value, for a pull that is asked for later would stand behind all
+    that is being pushed.
+
+    Args:
+        answered: called, on any thread, with the slot of each chunk after the answer to its push.
+    """
+
+    def __init__(self, store: Any, answered: Callable[[KeySlot], None]) -> None:
+        self.rank: int = store.rank
+        self._store = store
+        self._answered = answered
+        #: whose each chunk is, by its key
+        self._slots: dict[Key, KeySlot] = {}
+        #: of pushes under way
+        self._ends: dict[Key, Ended] = {}
+        self._answers = 0
+        self._answers_before = 0
+
+    def add(self, number: Key, slot: KeySlot) -> None:
+        self._slots[number] = slot
+
+    def start_push(
+        self, number: Key, buffers: Sequence[Any], ended: Ended, priority: int = 0
+    ) -> None:
+        slot = self._slots[number]
+        self._ends[number] = ended
+        if slot.call == "pushpull":
+            self._store.pushpull(number, buffers, out=buffers, priority=_NOW)
+        else:
+            self._store.push(number, buffers, priority=_NOW)
+
+        def answered() -> None:
+            self._answers += 1
+            self._end(number)
+            self._answered(slot)
+
+        _when_free(buffers, answered)
+
+    def start_pull(
+        self, number: Key, buffers: Sequence[Any], ended: Ended, priority: int = 0
+    ) -> None:
+        self._store.pull(number, out=buffers, priority=_NOW)
+        _when_free(buffers, lambda: ended(None))
+
+    def go_on(self) -> None:
+        """Ends all pushes, if nothing was answered since the last call; their answers may come.
+
+        Workers may push in different orders, and wait in between. Then the window can be full of
+        chunks that another worker only pushes after one that is still to be sent from here.
+        """
+        if self._answers == self._answers_before:
+            for number in list(self._ends):
+                self._end(number)
+        self._answers_before = self._answers
+
+    def _end(self, number: Key) -> None:
+        if (ended := self._ends.pop(number, None)) is not None:
+            ended(None)
+
+
+def _when_free(arrays: Sequence[Any], call: Callable[[], None]) -> None:
+    """Calls when the engine has done everything to ``arrays`` that it was given so far."""
+
+    def began(held: Held) -> None:
+        held.release()
+        call()
+
+    post(began, writes=arrays)

@@ -8,8 +8,6 @@ from time import monotonic
 
 from bytesched.kvstore.protocol import Key
 
-__all__ = ["Urgency"]
-
 #: the first step in which a trainer does not make its keys
 _FIRST_STEP = 2
 #: A gradient was not there when it was asked for if it came after such a share of an iteration;

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+from contextlib import ExitStack
 from dataclasses import replace
 from time import perf_counter
 from typing import Any, Final
@@ -27,11 +28,9 @@ from ...planned.bundles import Slot
 from ...planned.terms import Terms
 from ...update.separable import is_elementwise
 from ..scheduled import ScheduledKVStore
+from .owner import hyperparameters_of
 from .session import StoreSession, UpdatedSession
-from .state import hyperparameters_of
 from .wire import StoreWire
-
-__all__ = ["attach", "begin", "push_bytes_per_s", "why_plain"]
 
 log = logging.getLogger("bytesched")
 
@@ -77,59 +76,45 @@ def attach(
             "the store has an optimizer already; to give it this one, open it with updates=True"
         )
     updates = bool(getattr(store, "updates", False))
-    slots = _slots(model, optimizer)
+    slots = slots_of(model, optimizer, kind=Slot)
+    for slot in slots:
+        if slot.parameter.device.type != "cpu":
+            raise PluginError(
+                f"parameter {slot.name!r} is on {slot.parameter.device}: a store sends from the "
+                "host's memory; use DistributedDataParallel or Horovod"
+            )
     number = _sessions[store] = _sessions.get(store, -1) + 1
     wire = StoreWire(store, name=f"bytesched/{number}", config=config)
-    try:
-        return _begun(optimizer, model, slots, wire, config, updates=updates)
-    except BaseException:
-        wire.close()
-        raise
-
-
-def _begun(
-    optimizer: torch.optim.Optimizer,
-    model: nn.Module,
-    slots: list[Slot],
-    wire: StoreWire,
-    config: Config,
-    *,
-    updates: bool,
-) -> StoreSession:
-    agree(
-        statements(slots, optimizer, config),
-        wire.rank,
-        is_same=wire.is_same,
-        gather=wire.gather_text,
-    )
-    config = _sized(config, slots, wire)
-    wire.limit(config.credit_bytes)
-    wire.broadcast([t.detach() for t in itertools.chain(model.parameters(), model.buffers())])
-    if updates:
-        _refuse_in_store(optimizer, slots, config)
-    terms = Terms(
-        slots,
-        # The wire itself puts what is ready in order, so that there is nothing to plan.
-        replace(config, policy="fifo"),
-        wire,
-        observers_of(wire, config),
-        Setting(config.partition_bytes, config.credit_bytes, config.policy),
-    )
-    session: StoreSession
-    if updates:
-        session = UpdatedSession(model, terms, optimizer, wire)
-    else:
-        session = StoreSession(
-            model, terms, sync=lambda: True, find_unused=config.find_unused_parameters
+    with ExitStack() as half_attached:
+        half_attached.callback(wire.close)
+        said = statements(slots, optimizer, config)
+        agree(said, wire.rank, is_same=wire.is_same, gather=wire.gather_text)
+        config = _sized(config, slots, wire)
+        wire.limit(config.credit_bytes)
+        wire.broadcast([t.detach() for t in itertools.chain(model.parameters(), model.buffers())])
+        if updates:
+            _refuse_in_store(optimizer, slots, config)
+        terms = Terms(
+            slots,
+            # The wire itself puts what is ready in order, so that there is nothing to plan.
+            replace(config, policy="fifo"),
+            wire,
+            observers_of(wire, config),
+            Setting(config.partition_bytes, config.credit_bytes, config.policy),
         )
-    try:
+        session: StoreSession
+        if updates:
+            session = UpdatedSession(model, terms, optimizer, wire)
+        else:
+            session = StoreSession(
+                model, terms, sync=lambda: True, find_unused=config.find_unused_parameters
+            )
+        half_attached.callback(session.close)
         why = why_whole(model, optimizer, type(optimizer), config)
         add_optimizer(session, optimizer, type(optimizer), why)
         if updates:
             wire.store.set_optimizer(type(optimizer).__name__, **hyperparameters_of(optimizer))
-    except PluginError:
-        session.close()
-        raise
+        half_attached.pop_all()
     return session
 
 
@@ -191,14 +176,3 @@ def push_bytes_per_s(wire: StoreWire, servers: int) -> float:
     mine = 2 * servers * _PROBE_BYTES / min(rounds_s)
     # A worker that starts late sees a free link.
     return min(float(text) for text in wire.gather_text("rate", repr(mine)))
-
-
-def _slots(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Slot]:
-    slots = slots_of(model, optimizer, kind=Slot)
-    for slot in slots:
-        if slot.parameter.device.type != "cpu":
-            raise PluginError(
-                f"parameter {slot.name!r} is on {slot.parameter.device}: a store sends from the "
-                "host's memory; use DistributedDataParallel or Horovod"
-            )
-    return slots

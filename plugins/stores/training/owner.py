@@ -1,25 +1,120 @@
-"""A store that updates, as the one owner of all parameters: gradients go there, values come."""
+"""A store that updates, as the one owner of all parameters: gradients go there, values come.
+
+The optimizer's state is there by chunk, and by parameter in a checkpoint.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from bytesched.errors import PluginError
 
 from ...failures import Failures
 from ...planned.buckets import Bucket, Chunk, Member
 from ...planned.bundles import Bundle, Debt, Slot
-from ...planned.terms import OpenUpdates
 from ...planned.updates import Parts, Updates
 from ...update.deferred import Deferred
-from ...update.surroundings import unseen
-from .state import Piece, hyperparameters_of, pieces_of, scatter_state
+from ...update.surroundings import snapshot, unseen
 from .wire import StoreWire
 
-__all__ = ["Owner", "owning"]
+
+@dataclass(eq=False)
+class Piece:
+    """What one key of the store stands for."""
+
+    chunk: Chunk
+    #: parameters in it, each from one element to another in the order of its memory
+    slices: list[tuple[Member, int, int]]
+    key: str = ""
+
+
+def pieces_of(bucket: Bucket) -> Iterator[Piece]:
+    """One for each chunk."""
+    stop = 0
+    for chunk in bucket.chunks:
+        start, stop = stop, stop + chunk.sent.numel()
+        slices = []
+        begin = 0
+        for member in bucket.members:
+            end = begin + member.view.numel()
+            if max(start, begin) < min(stop, end):
+                slices.append((member, max(start, begin) - begin, min(stop, end) - begin))
+            begin = end
+        yield Piece(chunk, slices)
+
+
+def gathered_state(store: Any, pieces: Iterable[Piece]) -> dict[nn.Parameter, dict[str, Any]]:
+    """The store's state of every parameter, as torch.optim has it."""
+    entries: dict[nn.Parameter, dict[str, Any]] = {}
+    for piece in pieces:
+        size = piece.chunk.sent.numel()
+        state = store.get_state(piece.key)
+        del state["value"]
+        at = 0
+        for member, start, stop in piece.slices:
+            entry = entries.setdefault(member.parameter, {})
+            for name, tensor in state.items():
+                if tensor.numel() != size or tensor.dim() == 0:
+                    entry[name] = tensor.clone()
+                    continue
+                if name not in entry:
+                    entry[name] = torch.empty_like(member.view, dtype=tensor.dtype)
+                _flat(entry[name])[start:stop] = tensor[at : at + stop - start]
+            at += stop - start
+    return entries
+
+
+def scatter_state(
+    store: Any, pieces: Iterable[Piece], state: Mapping[Any, Mapping[str, Any]]
+) -> None:
+    """Gives the store the values of worker 0, and what there is of ``state``; collective."""
+    for piece in pieces:
+        entries = {"value": _joined(piece, [member.parameter for member, *_ in piece.slices])}
+        leading = piece.slices[0][0]
+        for name, first in state.get(leading.parameter, {}).items():
+            first = torch.as_tensor(first)
+            if first.dim() == 0 or first.numel() != leading.view.numel():
+                entries[name] = first
+            else:
+                entries[name] = _joined(
+                    piece, [state[member.parameter][name] for member, *_ in piece.slices]
+                )
+        store.set_state(piece.key, entries)
+
+
+def _joined(piece: Piece, values: Iterable[Any]) -> torch.Tensor:
+    """One for each parameter in a piece, in the order of its memory."""
+    parts = []
+    for (member, start, stop), value in zip(piece.slices, values, strict=True):
+        given = torch.as_tensor(value).detach()
+        same = torch.empty_like(member.view, dtype=given.dtype).copy_(given)
+        parts.append(_flat(same)[start:stop])
+    return torch.cat(parts)
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements of a dense tensor in the order of its memory."""
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def hyperparameters_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Those of all parameters; PluginError if its groups differ."""
+    groups = [snapshot(group) for group in optimizer.param_groups]
+    if any(group != groups[0] for group in groups):
+        raise PluginError(
+            "parameter groups with different settings: a store that updates has one for all"
+        )
+    # What a learning-rate scheduler keeps in the group is its own.
+    return {
+        key: value.item() if isinstance(value, torch.Tensor) else value
+        for key, value in groups[0].items()
+        if key != "initial_lr"
+    }
 
 
 def _nothing(*_: object, **__: object) -> None:
@@ -27,12 +122,7 @@ def _nothing(*_: object, **__: object) -> None:
 
 
 class Owner:
-    """What one session has in its store (see `terms.Owners`).
-
-    Args:
-        wire: with the store behind it.
-        slots: all parameters.
-    """
+    """What one session has in its store (see `terms.Owners`)."""
 
     questions = None
     # The store has all parameters, always, and nobody else has to be told of anything.
@@ -69,11 +159,6 @@ class Owner:
         """The store has what parameters will be when so many more writes are over."""
         self._versions = [slot.parameter._version + more for slot in self._slots]
 
-    def move_state(self, optimizer: torch.optim.Optimizer) -> None:
-        """The store gets the state of ``optimizer``, and parameters; collective."""
-        scatter_state(self.store, self.pieces, optimizer.state)
-        optimizer.state.clear()
-
     # -- gradients ---------------------------------------------------------------------
 
     def round_begins(self) -> None:
@@ -92,14 +177,12 @@ class Owner:
             scatter_state(self.store, self.pieces, {})
 
     def start(self, bucket: Bucket) -> None:
-        """See `Owners`."""
         bucket.is_with_owners = True
         for chunk in bucket.chunks:
             self._wire.push(chunk.sent, chunk.key)
 
     @property
     def busy_ns(self) -> int:
-        """See `Owners`."""
         return self._wire.pulls_busy_ns - self._busy_before_ns
 
     # -- steps -------------------------------------------------------------------------
@@ -117,15 +200,11 @@ class Owner:
         if hyperparameters != self._hyperparameters:
             self.store.set_hyperparameters(**hyperparameters)
             self._hyperparameters = hyperparameters
-        for chunk in self._chunks():
-            chunk.work, chunk.landed_on = self._wire.ask(chunk.sent, chunk.key), None
-
-    def _chunks(self) -> Iterator[Chunk]:
         for bucket in self._buckets:
-            yield from bucket.chunks
+            for chunk in bucket.chunks:
+                chunk.work, chunk.landed_on = self._wire.ask(chunk.sent, chunk.key), None
 
     def let_go(self) -> None:
-        """See `Owners`."""
         self._buckets = ()
         self.pieces.clear()
 
@@ -140,11 +219,7 @@ def _put_values(groups: Sequence[tuple[dict[str, Any], Sequence[Slot]]]) -> None
 
 
 class StoreUpdates(Updates):
-    """The steps of the one optimizer, which the store takes.
-
-    Args:
-        owner: of the same session.
-    """
+    """The steps of the one optimizer, which the store takes."""
 
     late_with_any_gradient = True
     takes_gradients = True
@@ -156,7 +231,6 @@ class StoreUpdates(Updates):
         self._whole_because = ""
 
     def step(self, deferred: Deferred, *, whole_because: str) -> list[dict[str, Any]]:
-        """See `Updates.step`."""
         optimizer = deferred.optimizer
         deferred.guard()
         whole_because = whole_because or self._why_read_elsewhere(optimizer)
@@ -181,17 +255,12 @@ class StoreUpdates(Updates):
         return [{**group, "params": []} for group in optimizer.param_groups]
 
     def stepped(self) -> None:
-        """See `Updates.stepped`."""
         if self._whole_because:
             self.apply_all("step")
             self._meter.stepped(0, self._whole_because)
 
 
-def owning(wire: StoreWire) -> OpenUpdates:
-    """Opens what a session has in the store behind ``wire``, which updates."""
-
-    def opened(parts: Parts) -> tuple[Owner, Updates]:
-        owner = Owner(wire, parts.slots, parts.failures)
-        return owner, StoreUpdates(parts, owner)
-
-    return opened
+def open_updates(wire: StoreWire, parts: Parts) -> tuple[Owner, Updates]:
+    """What a session has in the store behind ``wire``, which updates."""
+    owner = Owner(wire, parts.slots, parts.failures)
+    return owner, StoreUpdates(parts, owner)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Container, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -21,11 +22,8 @@ from ...planned.hook_source import HookSource
 from ...planned.hooked_session import HookedSession
 from ...planned.terms import Terms
 from ...proxies.pending_grads import PendingGrad
-from .owner import Owner, owning
-from .state import gathered_state
+from .owner import Owner, gathered_state, open_updates, scatter_state
 from .wire import StoreWire
-
-__all__ = ["StoreSession", "UpdatedSession"]
 
 
 class _SummedSource(HookSource):
@@ -48,7 +46,6 @@ class StoreSession(HookedSession):
     _wire: StoreWire
 
     def stats(self) -> dict[str, int | float | str]:
-        """See `PlannedSession`."""
         return {**super().stats(), **self._wire.figures()}
 
 
@@ -106,9 +103,7 @@ class _UpdatedSource(HookSource):
 class UpdatedSession(StoreSession):
     """The life of one model whose parameters the store updates.
 
-    Args:
-        optimizer: the user's, of which only class, hyper-parameters and ``step()`` are used.
-        wire: that of ``terms``.
+    Of the user's optimizer only class, hyper-parameters and ``step()`` are used.
     """
 
     source_kind: ClassVar[type[_UpdatedSource]] = _UpdatedSource
@@ -126,7 +121,7 @@ class UpdatedSession(StoreSession):
         self._optimizer = weakref.ref(optimizer)
         super().__init__(
             root,
-            replace(terms, divisor=1, open_updates=owning(wire)),
+            replace(terms, divisor=1, open_updates=partial(open_updates, wire)),
             sync=lambda: self._is_open,
             find_unused=False,
         )
@@ -143,7 +138,6 @@ class UpdatedSession(StoreSession):
 
     @property
     def mode(self) -> str:
-        """See `PlannedSession`."""
         return "plain" if self._is_off else "store"
 
     # -- forward and backward ----------------------------------------------------------
@@ -161,7 +155,6 @@ class UpdatedSession(StoreSession):
         self._move_state()
 
     def begin(self) -> None:
-        """See `PlannedSession`."""
         super().begin()
         if names := self.source.absent:
             error = UnusedParameterError(
@@ -180,7 +173,8 @@ class UpdatedSession(StoreSession):
     def _move_state(self) -> None:
         optimizer = self._optimizer()
         if optimizer is not None and optimizer.state:
-            self.owners.move_state(optimizer)
+            scatter_state(self.owners.store, self.owners.pieces, optimizer.state)
+            optimizer.state.clear()
 
     def _add_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         """A state dict of the optimizer, with the store's state where a checkpoint has it."""
@@ -201,7 +195,6 @@ class UpdatedSession(StoreSession):
     # -- life --------------------------------------------------------------------------
 
     def close(self, *, release_parameters: bool = True) -> None:
-        """See `PlannedSession`."""
         super().close(release_parameters=release_parameters)
         for parameter in self._parameters:
             grad: Any = parameter.grad

@@ -19,8 +19,6 @@ from bytesched.task import CommTask
 
 from ...planned.wire import HOST
 
-__all__ = ["StoreWire"]
-
 #: of what ranks tell each other: before all chunks
 _FIRST: Final = -(1 << 30)
 #: how long what is left may take when a session ends
@@ -65,7 +63,6 @@ class StoreWire:
     # -- sums --------------------------------------------------------------------------
 
     def start(self, tensor: torch.Tensor, key: str = "") -> Work:
-        """See `Wire.start`."""
         self.push(tensor, key)
         return self.ask(tensor, key)
 
@@ -183,15 +180,12 @@ class StoreWire:
     # -- waiting -----------------------------------------------------------------------
 
     def wait(self, work: Work, task: str) -> None:
-        """See `Wire.wait`; raises whatever the store has raised."""
         self._pipes.wait(work, "the store", task)
 
     def wait_left(self, works: Iterable[Work]) -> None:
-        """See `Wire.wait_left`."""
         wait_for(list(works), timeout=min(_LEAVE_S, self.timeout_s))
 
     def stream(self) -> int:
-        """See `Wire.stream`."""
         return HOST
 
     # -- figures and the end -----------------------------------------------------------
@@ -211,11 +205,9 @@ class StoreWire:
         }
 
     def leave_note(self, text: str) -> None:
-        """See `Wire.leave_note`."""
         self._note = text
 
     def abort(self) -> None:
-        """See `Wire.abort`."""
         if hasattr(self.store, "fail_with"):
             reason = self._note or "it has failed"
             self.store.fail_with(PeerLost(f"worker {self.rank} gave up: {reason}"))
@@ -223,7 +215,6 @@ class StoreWire:
             self.store.close()
 
     def close(self) -> None:
-        """See `Wire.close`."""
         self._pipes.close()
 
 

@@ -11,10 +11,9 @@ from planned_layers import LINK, MODELS, WHOLE, planned
 
 from bytesched.errors import ConfigError
 from bytesched.ir.check import CollectiveOrderError, LayoutError, check
-from bytesched.ir.pieces import Share
 from bytesched.ir.plans import training
 from bytesched.ir.preserve import preserve
-from bytesched.ir.program import Layer, Operator, Program, Transfer
+from bytesched.ir.program import Layer, Operator, Program, Share, Transfer
 from bytesched.ir.replay import CyclicPlanError
 from bytesched.ir.transform import place, split
 

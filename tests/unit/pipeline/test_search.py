@@ -13,12 +13,11 @@ from hypothesis import strategies as st
 
 from bytesched.errors import ConfigError, PluginError
 from bytesched.pipeline.greedy import greedy
-from bytesched.pipeline.inputs import placed
 from bytesched.pipeline.order import Order
 from bytesched.pipeline.replay import replay
 from bytesched.pipeline.search import search
 from bytesched.pipeline.solver import Budget, Solution, Verdict, cp_model, solve
-from bytesched.pipeline.stages import Link, Pipeline, Stage
+from bytesched.pipeline.stages import Link, Pipeline, Stage, placed
 from bytesched.pipeline.ticks import Ticks
 from bytesched.plugins.pipelines.orders import SCHEDULES, torch_order
 

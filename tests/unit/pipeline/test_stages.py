@@ -11,9 +11,17 @@ from hypothesis import strategies as st
 
 from bytesched.bench.profile import load_profile
 from bytesched.errors import ConfigError
-from bytesched.pipeline.inputs import load_chain, placed, read_placement
 from bytesched.pipeline.order import Kind
-from bytesched.pipeline.stages import Link, Pipeline, Stage, cut, partition
+from bytesched.pipeline.stages import (
+    Link,
+    Pipeline,
+    Stage,
+    cut,
+    load_chain,
+    partition,
+    placed,
+    read_placement,
+)
 from bytesched.pipeline.ticks import Ticks
 
 

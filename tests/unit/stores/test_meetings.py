@@ -10,7 +10,7 @@ from bytesched.errors import PeerLost
 
 pytest.importorskip("mpi4py")
 
-from bytesched.plugins.stores.mpi.meetings import Meetings
+from bytesched.plugins.stores.mpi.entry import Meetings
 
 
 def test_all_come_to_do_the_same() -> None:

@@ -19,7 +19,7 @@ from bytesched.errors import (
     SchedulerClosed,
     SchedulerTimeout,
 )
-from bytesched.kvstore import AsyncKVStore, Ended, Key, KVStore, LocalKVStore
+from bytesched.kvstore import AsyncKVStore, Ended, Key, KVStore, LocalKVStore, describe
 from bytesched.kvstore.local import _Entry
 from bytesched.kvstore.pipes import chunks_on_their_way
 from bytesched.observe import Observer, Observers
@@ -473,7 +473,7 @@ class Pushed:
         self._view = view
 
     def init(self, key: Key, value: Any) -> None:
-        self._view._shared.entries[key] = _Entry(value.clone())
+        self._view._shared.entries[key] = _Entry(describe(value), value.clone())
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._view, name)

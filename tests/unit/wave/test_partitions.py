@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from bytesched.plugins.wave.cutting import layer_times_s
-from bytesched.plugins.wave.routes import Cargo, sends, source, visits
-from bytesched.plugins.wave.stage import Stage
+from bytesched.plugins.wave.stage import Cargo, Stage, sends, source, visits
 
 
 def test_measuring_layers_changes_nothing() -> None:

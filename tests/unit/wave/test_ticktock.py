@@ -30,9 +30,8 @@ from wave_cases import (
 
 from bytesched.errors import ConfigError, PluginError, SchedulerClosed, SchedulerTimeout
 from bytesched.plugins.wave import ActivationMemory, TickTock
-from bytesched.plugins.wave.passes import JoinedGradients
+from bytesched.plugins.wave.passes import JoinedGradients, Trial
 from bytesched.plugins.wave.state import CudaLanes, Lanes, WaveStates
-from bytesched.plugins.wave.ticktock import Trial
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
