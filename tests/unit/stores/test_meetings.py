@@ -7,9 +7,6 @@ import math
 import pytest
 
 from bytesched.errors import PeerLost
-
-pytest.importorskip("mpi4py")
-
 from bytesched.plugins.stores.mpi.meetings import Meetings
 
 
