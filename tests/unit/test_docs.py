@@ -1,17 +1,28 @@
-"""The documents: their Python compiles, their links lead somewhere, their lists are the code's."""
+"""The documents: their Python compiles, their links lead somewhere, their lists are the code's.
+
+The page about errors shows messages that the code has, each row of the limits names its tests, and
+the times of the results are those of their files.
+"""
 
 from __future__ import annotations
 
 import ast
 import inspect
+import json
 import re
+import shlex
 import subprocess
+from functools import cache
+from typing import Any
 
-from paths import ROOT
+import pytest
+from paths import ROOT, product
 from plugin_suite import STATS
 from public import PUBLIC
 
-from bytesched import cli, config, figures
+from bytesched import cli, config, errors, figures
+from bytesched.bench.specification import bench_parser
+from bytesched.bench.systems import parse_systems
 from bytesched.config import FIELDS
 
 TOP = [ROOT / n for n in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
@@ -68,7 +79,7 @@ def test_files_that_are_named_exist() -> None:
         f"{document}: {name}"
         for document, text in _documents().items()
         if not document.startswith("docs/notes/")
-        # Tests in limits are named from their folder on: see test_limits.
+        # Tests in limits are named from their folder on: see below.
         for name in set(FILE.findall(re.sub(r"`[\w/]*\.py::", "`", text)))
         - set(FILE.findall(" ".join(PAST.findall(text))))
         if not (ROOT / name).exists()
@@ -161,3 +172,138 @@ def test_every_command_has_a_line_and_a_use() -> None:
 def test_changelog_begins_with_unreleased() -> None:
     headings = re.findall(r"^## (.*)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert headings[0] == "[Unreleased]"
+
+
+ERRORS = (ROOT / "docs" / "reference" / "errors.md").read_text(encoding="utf-8")
+#: stands for a value in a message
+GAP = "…"
+
+
+def _error_classes() -> set[str]:
+    """Every `BytesschedError` of the product, also where its module cannot be imported."""
+    known: set[str] = set()
+    more = {errors.BytesschedError.__name__}
+    classes = [n for tree in product().values() for n in ast.walk(tree) if type(n) is ast.ClassDef]
+    while more - known:
+        known |= more
+        more = {n.name for n in classes if known & {ast.unparse(base) for base in n.bases}}
+    return known
+
+
+def test_every_error_class_stands_on_the_page() -> None:
+    classes = _error_classes()
+    public = {name for name, item in vars(errors).items() if isinstance(item, type)}
+    assert public | {"HorovodPeerLost"} <= classes | {"Sequence"}
+    headings = set(re.findall(r"^## (\w+)$", ERRORS, re.MULTILINE))
+    rows = set(re.findall(r"^\| `(\w+)` \| `", ERRORS, re.MULTILINE))
+    assert [n for n in classes if n not in (headings if hasattr(errors, n) else rows)] == []
+
+
+def _texts() -> str:
+    """All strings of the code, a line each, with gaps where values stand."""
+    texts = []
+    for tree in product().values():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.JoinedStr):
+                parts = [p.value if isinstance(p, ast.Constant) else GAP for p in node.values]
+                texts.append("".join(map(str, parts)))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                texts.append(node.value)
+    return re.sub(rf"'?{GAP}'?", GAP, "\n".join(texts))
+
+
+def _shown() -> list[str]:
+    """The messages in the tables of the page."""
+    found = []
+    for line in ERRORS.splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split(" | ")]
+        if line.startswith("|") and len(cells) > 2 and "[" not in cells[0]:
+            found += re.findall(r"`([^`]*\s[^`]*)`", cells[len(cells) - 3])
+    return found
+
+
+def test_messages_are_those_of_the_code() -> None:
+    shown, texts = _shown(), _texts()
+    assert len(shown) > 80
+    assert [message for message in shown if message.strip(f"{GAP} ") not in texts] == []
+
+
+TESTS = ROOT / "tests"
+LIMITS = (ROOT / "docs" / "reference" / "limits.md").read_text()
+LINES = [line[2:-2].split(" | ") for line in LIMITS.splitlines() if re.match(r"\| [^|]", line)]
+#: situation, plain DDP, bytesched, tested by; the grid has more columns
+ROWS = [cells for cells in LINES if len(cells) == 4 and cells[0] != "situation"]
+WORDS = ("equal", "barrier kept", "left to DDP", "refused", "differs (said)", "differs (unsaid)")
+NAMED = re.compile(r"`([\w/]*\.py)?::(\w+)`")
+
+
+@cache
+def _procs() -> str:
+    return "".join(path.read_text() for path in (TESTS / "procs").rglob("test_*.py"))
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0][:40])
+def test_a_row_has_its_word_and_its_tests(row: list[str]) -> None:
+    assert row[2].startswith(tuple(f"**{word}**" for word in WORDS))
+    named = NAMED.findall(row[3])
+    assert named or row[3] == "not tested"
+    assert len(named) == row[3].count("::")
+    file = ""
+    for given, name in named:
+        file = given or file
+        assert re.search(rf"^def {name}\(", (TESTS / file).read_text(), re.MULTILINE), name
+        assert not file.startswith("scripts/") or re.search(rf"\b{name}\b", _procs()), name
+
+
+RESULT_FILES = {path.stem: path for path in sorted((ROOT / "docs" / "results").glob("*.json"))}
+RESULTS = (ROOT / "docs" / "results.md").read_text()
+#: the file that a row links to, its T*, and all that follows
+RESULT_ROW = re.compile(
+    r"^\| \[[^\]]+\]\(results/([\w-]+)\.json\) \| ([^|]+) \| (.+) \|$", re.MULTILINE
+)
+RESULT_ROWS: dict[str, tuple[str, str]] = {
+    file: (bound, rest) for file, bound, rest in RESULT_ROW.findall(RESULTS)
+}
+#: a script had this command: MXNet needs an environment of its own
+NOT_OF_THE_BENCH = {"stores-mxnet-1-gpt"}
+#: has a table of its own
+PREDICTIONS = "predictions"
+
+
+def found(file: str) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads(RESULT_FILES[file].read_text())
+    return content
+
+
+def test_every_file_has_a_row() -> None:
+    assert RESULT_ROWS.keys() | {PREDICTIONS} == RESULT_FILES.keys()
+
+
+def test_the_times_of_a_row_are_those_of_its_file() -> None:
+    for file, (bound, rest) in RESULT_ROWS.items():
+        compute = found(file)["compute"]
+        bounds = [compute.get(name) for name in ("optimum_ms", "pieces_optimum_ms")]
+        assert bound == " / ".join(f"{ms:.1f}" for ms in bounds if ms), file
+        times = set(re.findall(r"(?<=\| )\d+\.\d(?= )", f"| {rest} |".replace("**", "")))
+        systems = found(file)["systems"]
+        # What sends no gradients stands beside them, with its exchanges alone.
+        shown = {its["figures"]["iteration_ms"] for name, its in systems.items() if name != "idle"}
+        assert times == {f"{ms:.1f}" for ms in shown}, file
+
+
+def test_predictions_are_those_of_their_file() -> None:
+    for row in found(PREDICTIONS)["rows"]:
+        measured, predicted = row["measured_ms"], row["predicted_ms"]
+        cells = [
+            f"{ms:.1f} / {measured[name]:.1f} ({100 * (ms / measured[name] - 1):+.1f} %)"
+            for name, ms in predicted.items()
+        ]
+        line = [f"{row['hosts']}, {row['model']}", f"{row['optimum_ms']:.1f}", *cells]
+        assert f"| {' | '.join(line)} |" in RESULTS
+
+
+def test_commands_are_understood() -> None:
+    for file in RESULT_ROWS.keys() - NOT_OF_THE_BENCH:
+        words = shlex.split(found(file)["command"])
+        options = bench_parser().parse_args(words[words.index("bench") + 1 :])
+        assert parse_systems(options.systems), file

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -37,15 +36,8 @@ class Subject:
 
 
 @pytest.mark.parametrize("how", ["end_soon(end, 0.0)", "end_when_gone(type('S', (), {})(), end)"])
-def test_a_process_waits_for_ends(how: str) -> None:
-    run = subprocess.run(
-        [sys.executable, "-c", SLOW.format(how=how)],
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        check=True,
-    )
-    assert run.stdout == "over\n", run.stderr
+def test_a_process_waits_for_ends(how: str, python: Callable[..., str]) -> None:
+    assert python("-c", SLOW.format(how=how)) == "over\n"
 
 
 def test_what_an_end_referred_to_is_gone_when_it_is_over() -> None:

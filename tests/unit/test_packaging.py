@@ -1,15 +1,18 @@
-"""The build table, the two links, the one place where the version stands, and what scripts do."""
+"""The build table, the two links, the version, what scripts and workflows do, what is tried."""
 
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from paths import ROOT
+from tiers import is_tried
 
 import bytesched
 from bytesched.doctor.checks import OPTIONAL
@@ -94,20 +97,28 @@ def test_changelog_has_notes_for_the_version() -> None:
     assert "\n## " not in f"\n{run.stdout}"
 
 
-def test_tag_of_another_version_is_refused() -> None:
-    run = _script("release", "--check", "v0.0.1")
+@pytest.mark.parametrize(
+    ("command", "told"),
+    [
+        (
+            "release --check v0.0.1",
+            f"the tag is v0.0.1, and bytesched/version.py says {bytesched.__version__}\n",
+        ),
+        ("find-python 3.99", "found no Python 3.99 or newer"),
+        # Looked for, and not built.
+        (f"mxnet-venv --find {sys.executable}", "there is no MXNet for cp"),
+        (f"trainers-venv --find {sys.executable}", "there are no trainers for"),
+    ],
+)
+def test_what_is_not_there_is_told(command: str, told: str, tmp_path: Path) -> None:
+    run = _script(*command.split(), XDG_CACHE_HOME=str(tmp_path), PYTHON=sys.executable)
     assert (run.returncode, run.stdout) == (1, "")
-    assert run.stderr == (
-        f"release: the tag is v0.0.1, and bytesched/version.py says {bytesched.__version__}\n"
-    )
+    assert told in run.stderr
+    assert list(tmp_path.iterdir()) == []
 
 
-def test_a_python_is_looked_for_that_is_new_enough() -> None:
-    found = _script("find-python", "3.10", PYTHON=sys.executable)
-    assert found.stdout == f"{sys.executable}\n"
-    too_new = _script("find-python", "3.99", PYTHON=sys.executable)
-    assert too_new.returncode == 1
-    assert "found no Python 3.99 or newer" in too_new.stderr
+def test_a_python_is_found_that_is_new_enough() -> None:
+    assert _script("find-python", "3.10", PYTHON=sys.executable).stdout == f"{sys.executable}\n"
 
 
 def test_horovods_compiler_gets_another_standard_and_run_path(tmp_path: Path) -> None:
@@ -134,19 +145,6 @@ def test_horovods_wheel_is_built_once(tmp_path: Path) -> None:
     assert (second.returncode, second.stdout) == (0, f"{kept}\n")
 
 
-@pytest.mark.parametrize(
-    ("script", "missing"),
-    [("mxnet-venv", "there is no MXNet for cp"), ("trainers-venv", "there are no trainers for")],
-)
-def test_an_environment_is_only_looked_for_if_asked_so(
-    script: str, missing: str, tmp_path: Path
-) -> None:
-    run = _script(script, "--find", sys.executable, XDG_CACHE_HOME=str(tmp_path))
-    assert (run.returncode, run.stdout) == (1, "")
-    assert missing in run.stderr
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_horovods_wheel_needs_a_torch_to_build_against(tmp_path: Path) -> None:
     bare = tmp_path / "python"
     bare.write_text(f'#!/bin/sh\nexec "{sys.executable}" -I -S "$@"\n')
@@ -154,3 +152,57 @@ def test_horovods_wheel_needs_a_torch_to_build_against(tmp_path: Path) -> None:
     run = _script("horovod-wheel", str(bare), XDG_CACHE_HOME=str(tmp_path))
     assert run.returncode == 1
     assert run.stderr == f"horovod-wheel: {bare} has no torch to build against\n"
+
+
+SCRIPT = re.compile(r"\./(scripts/[\w.-]+|\.ci/[\w.-]+|\.github/[\w./-]+)")
+#: a major version, which its owner moves on, or a file of this repository
+PINNED = re.compile(r"[\w-]+/[\w-]+@(release/)?v\d+|\./\.github/workflows/\w+\.yml")
+
+
+def _all(folder: str) -> list[dict[str, Any]]:
+    return [
+        yaml.safe_load(p.read_text()) for p in sorted((ROOT / ".github" / folder).glob("*.yml"))
+    ]
+
+
+def test_workflows_call_what_is_there() -> None:
+    # Jobs, too, may call another workflow.
+    jobs = [job for workflow in _all("workflows") for job in workflow["jobs"].values()]
+    steps = jobs + [step for job in jobs for step in job.get("steps", [])]
+    used = [step["uses"] for step in steps if "uses" in step]
+    called = SCRIPT.findall("\n".join([*used, *(step["run"] for step in steps if "run" in step)]))
+    assert ".ci/run" in called
+    for script in called:
+        assert os.access(ROOT / script, os.R_OK if script.startswith(".github") else os.X_OK), (
+            script
+        )
+    assert [action for action in used if not PINNED.fullmatch(action)] == []
+
+
+def test_forms_ask_something() -> None:
+    for form in _all("ISSUE_TEMPLATE"):
+        assert {"name", "description", "body"} <= form.keys()
+        assert len({field["id"] for field in form["body"]}) == len(form["body"])
+        assert {field["type"] for field in form["body"]} <= {"dropdown", "input", "textarea"}
+        assert all(field["attributes"]["label"] for field in form["body"])
+
+
+def test_hooks_are_the_tools_of_the_check() -> None:
+    [repository] = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+    entries = [hook["entry"].split(" --")[0] for hook in repository["hooks"]]
+    check = (ROOT / "scripts" / "check").read_text()
+    assert entries == [".venv/bin/ruff check", ".venv/bin/ruff format", ".venv/bin/mypy"]
+    assert all(f"\n{entry}" in check for entry in entries)
+
+
+@pytest.mark.parametrize("ways", [2, 3, 4, 6])
+def test_each_value_of_each_parameter_is_tried(ways: int) -> None:
+    scripts = 12
+    tried = [
+        divmod(number, ways)
+        for number in range(scripts * ways)
+        if is_tried(number, [ways, scripts], ways)
+    ]
+    # Each script once, and each way as often.
+    assert [script for script, _ in tried] == list(range(scripts))
+    assert sorted(way for _, way in tried) == sorted([*range(ways)] * (scripts // ways))

@@ -5,8 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.resources
 import inspect
-import subprocess
-import sys
+from collections.abc import Callable
 
 import pytest
 from public import ELSEWHERE, PUBLIC
@@ -56,7 +55,7 @@ def test_typing_marker_is_there() -> None:
     assert folder.joinpath("py.typed").is_file()
 
 
-def test_without_torch_the_message_says_what_to_install() -> None:
+def test_without_torch_the_message_says_what_to_install(python: Callable[..., str]) -> None:
     code = (
         "import sys; sys.modules['torch'] = None\n"
         "import bytesched\n"
@@ -65,7 +64,4 @@ def test_without_torch_the_message_says_what_to_install() -> None:
         "except bytesched.PluginError as error:\n"
         "    print(error)\n"
     )
-    run = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=250, check=True
-    )
-    assert "pip install 'bytesched[torch]'" in run.stdout
+    assert "pip install 'bytesched[torch]'" in python("-c", code)

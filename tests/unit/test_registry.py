@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-import textwrap
+import os
 import threading
-import time
 from collections import deque
 from pathlib import Path
 from typing import Any
@@ -17,44 +14,15 @@ import pytest
 from bytesched.plugins import registry
 from bytesched.plugins.ending import wait_for_ends
 
-FORKED = """
-    import os, sys
-    import bytesched.plugins
-    from bytesched.plugins import registry
-
-    class Session:
-        root = error = None
-        def __init__(self, name):
-            self.name = name
-        def flush(self):
-            print(self.name, "flushed by", who, flush=True)
-        def leave(self):
-            pass
-        def disown(self):
-            print(self.name, "disowned", flush=True)
-        def close(self, release_parameters):
-            print(self.name, "closed by", who, flush=True)
-        def stats(self):
-            return {"mode": self.name}
-
-    who = "parent"
-    registry.add(Session("optimizer"), Session("before"))
-    child = os.fork()
-    if child:
-        assert os.waitpid(child, 0)[1] == 0
-    else:
-        who = "child"
-        registry.add(Session("optimizer"), Session("after"))
-"""
-
 
 class Session:
-    """Says its name."""
+    """Says its name, and writes down what is called."""
 
-    def __init__(self, name: str, root: object = None, error: BaseException | None = None) -> None:
+    def __init__(self, name: str, root: object = None, **figures: int) -> None:
         self.name = name
         self.root = root
-        self.error = error
+        self.figures = figures
+        self.error: BaseException | None = None
         self.calls: list[str] = []
 
     def flush(self) -> None:
@@ -80,7 +48,7 @@ class Session:
         self.calls.append("close")
 
     def stats(self) -> dict[str, int | float | str]:
-        return {"mode": self.name}
+        return {"mode": self.name, **self.figures}
 
 
 @pytest.fixture(autouse=True)
@@ -97,37 +65,37 @@ class Model:
     """The same."""
 
 
-def ended(session: Session) -> bool:
-    deadline_s = time.monotonic() + 10
-    while "close" not in session.calls and time.monotonic() < deadline_s:
-        time.sleep(0.001)
-    return session.calls == ["flush", "close"]
+def added(*names: str) -> tuple[list[Optimizer], list[Session]]:
+    optimizers, sessions = [Optimizer() for _ in names], [Session(name) for name in names]
+    for optimizer, session in zip(optimizers, sessions, strict=True):
+        registry.add(optimizer, session)
+    return optimizers, sessions
 
 
 def test_a_process_ends_the_sessions_that_it_made_itself() -> None:
-    run = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(FORKED)],
-        capture_output=True,
-        text=True,
-        timeout=250,
-        check=True,
-    )
-    assert run.stdout.splitlines() == [
-        "before flushed by parent",
-        "before disowned",
-        "after flushed by child",
-        "after closed by child",
-        "before flushed by parent",
-        "before closed by parent",
+    kept, (before,) = added("before")
+    reading, writing = os.pipe()
+    if not (child := os.fork()):
+        more, (after,) = added("after")
+        registry._at_exit()
+        os.write(writing, json.dumps([before.calls, after.calls, len(more)]).encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert json.loads(os.read(reading, 200)) == [
+        ["flush", "disown"],
+        ["flush", "leave", "close"],
+        1,
     ]
+    registry._at_exit()
+    assert before.calls == ["flush", "flush", "leave", "close"]
+    assert kept
+    os.close(reading)
+    os.close(writing)
 
 
 def test_stats_are_those_of_the_last_wrap_that_has_not_failed() -> None:
     assert registry.stats() == {"mode": "plain"}
-    optimizers = [Optimizer() for _ in range(3)]
-    sessions = [Session(name) for name in ("first", "second", "third")]
-    for optimizer, session in zip(optimizers, sessions, strict=True):
-        registry.add(optimizer, session)
+    optimizers, sessions = added("first", "second", "third")
     assert registry.stats()["mode"] == "third"
     assert registry.stats(optimizers[0])["mode"] == "first"
     sessions[2].error = RuntimeError()
@@ -139,9 +107,7 @@ def test_stats_are_those_of_the_last_wrap_that_has_not_failed() -> None:
 
 
 def test_figures_are_kept_after_the_end() -> None:
-    optimizers = [Optimizer() for _ in range(3)]
-    for optimizer, name in zip(optimizers, ("first", "second", "third"), strict=True):
-        registry.add(optimizer, Session(name))
+    optimizers, _ = added("first", "second", "third")
     registry.unwrap(optimizers[0])
     registry._at_exit()
     assert [figures["mode"] for figures in registry.ended()] == ["first", "second", "third"]
@@ -150,7 +116,9 @@ def test_figures_are_kept_after_the_end() -> None:
 
 
 def test_figures_of_what_has_failed_have_the_error() -> None:
-    registry.add(Optimizer(), Session("failed", error=ValueError("no data")))
+    session = Session("failed")
+    session.error = ValueError("no data")
+    registry.add(Optimizer(), session)
     registry._at_exit()
     assert registry.ended() == [{"mode": "failed", "error": "ValueError: no data"}]
 
@@ -167,19 +135,6 @@ def test_a_session_is_found_by_its_optimizers_and_its_model() -> None:
     assert session.calls == ["flush", "restore", "close"]
     assert not registry.is_wrapped(one)
     assert not registry.is_wrapped(another)
-
-
-def test_a_session_ends_with_its_model() -> None:
-    model, optimizers = Model(), [Optimizer(), Optimizer()]
-    session = Session("dropped", root=model)
-    for optimizer in optimizers:
-        registry.add(optimizer, session)
-    session.root = None
-    assert not session.calls
-    del model
-    assert ended(session)
-    assert registry.sessions() == []
-    assert not registry.is_wrapped(optimizers[0])
 
 
 def test_what_was_unwrapped_is_not_ended_again_with_its_model() -> None:
@@ -232,15 +187,6 @@ def test_a_session_whose_end_waits_for_other_ranks_holds_up_no_other(is_dropped:
     assert calls == ["waits"]
 
 
-def test_a_session_lives_on_without_its_optimizers() -> None:
-    model, optimizer = Model(), Optimizer()
-    session = Session("alone", root=model)
-    registry.add(optimizer, session)
-    del optimizer
-    assert registry.sessions() == [session]
-    assert registry.session_of(model) is session
-
-
 def test_a_wrapped_store_is_found_also_behind_a_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_store_kinds", [])
 
@@ -261,31 +207,9 @@ def test_a_wrapped_store_is_found_also_behind_a_trainer(monkeypatch: pytest.Monk
     assert trainer._kvstore_params == {"kvstore": "plain"}
 
 
-def test_whoever_asked_hears_of_a_wrap_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_before_wrap", [])
-    seen: list[tuple[Any, Any]] = []
-    registry.before_wrap(lambda optimizer, model: seen.append((optimizer, model)))
-    registry.announce("optimizer", "model")
-    assert seen == [("optimizer", "model")]
-
-
 def test_figures_are_written_when_training_ends(tmp_path: Path) -> None:
-    class Measured(Session):
-        def stats(self) -> dict[str, Any]:
-            return {"mode": self.name, "rank": 3, "iterations": 12}
-
-        def restore(self) -> None:
-            pass
-
-        def close(self, *, release_parameters: bool = True) -> None:
-            pass
-
-    class Optimizer:
-        pass
-
-    registry._ended.clear()
-    optimizer = Optimizer()
-    registry.add(optimizer, Measured("cross"), figures=str(tmp_path / "runs"))
+    optimizer, session = Optimizer(), Session("cross", rank=3, iterations=12)
+    registry.add(optimizer, session, figures=str(tmp_path / "runs"))
     assert not (tmp_path / "runs").exists()
     registry.unwrap(optimizer)
     (figures,) = json.loads((tmp_path / "runs" / "rank3.figures.json").read_text())

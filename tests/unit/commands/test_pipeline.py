@@ -56,33 +56,6 @@ def test_too_little_memory_writes_nothing(
     assert not path.exists()
 
 
-@pytest.mark.parametrize(
-    ("options", "told"),
-    [
-        (["--placement", "x"], "torch puts a stage on one rank"),
-        (["--placement", "none.json"], "placement none.json: No such file"),
-        (["--memory", "1MiB"], "no stage holds activations"),
-        (["--ranks", "0"], "--ranks: 0: expected from 1 to 64"),
-        (["--profile", "vgg", "--memory", "1MiB"], "in a profile that lists stages"),
-        (["--profile", "gtp"], "did you mean gpt"),
-        (["--activation", "1MiB"], "--activation is gone: --profile takes a file with a list"),
-        (["--microbatches=4"], "--microbatches is gone: it is --micro-batches"),
-        (["--csv", "/none/order.csv"], "there is no such folder"),
-        (["--csv", "/"], "--csv: /: it is a folder"),
-    ],
-)
-def test_what_it_refuses(
-    options: list[str],
-    told: str,
-    plan: Callable[..., int],
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        plan(*options)
-    assert ended.value.code == 2
-    assert told in capsys.readouterr().err
-
-
 def test_what_cannot_be_written_is_told(
     plan: Callable[..., int],
     tmp_path: Path,

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -162,29 +163,18 @@ def test_a_program_that_cannot_be_started_is_named(
     assert f"{program!r} cannot be started" in capsys.readouterr().err
 
 
-def test_nothing_to_run_is_misuse(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as leave:
-        cli.main(["tune"])
-    assert leave.value.code == 2
-    assert "nothing to run" in capsys.readouterr().err
-
-
-def test_what_is_known_is_shown_and_forgotten(
-    cache: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.main(["tune", "--show"]) == 0
-    assert "nothing is known" in capsys.readouterr().out
+def test_what_is_known_is_shown_and_forgotten(cache: Path, said: Callable[..., str]) -> None:
+    assert "nothing is known" in said("tune --show")
     memory = Memory(folder=cache)
     memory.save(DONE)
     memory.save(replace(RUNNING, fingerprint=replace(DONE.fingerprint, signature="other")))
-    assert cli.main(["tune", "--show"]) == 0
-    shown = capsys.readouterr().out
+    shown = said("tune --show")
     assert "9.1 % gained" in shown
     assert "unfinished after 120 steps" in shown
     name = next(path.stem for path, tuning in memory.entries() if tuning.setting)
-    assert cli.main(["tune", "--forget", name]) == 0
+    said("tune --forget", name)
     assert [tuning.state for _, tuning in memory.entries()] == ["running"]
-    assert cli.main(["tune", "--forget", "all"]) == 0
+    said("tune --forget all")
     assert list(memory.entries()) == []
 
 
@@ -195,45 +185,30 @@ TRIALS = tuple(
 )
 
 
-def test_the_settings_that_were_tried_are_printed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = Memory(tmp_path / "tuning.json").save(replace(DONE, trials=TRIALS))
-    assert cli.main(["report", str(path)]) == 0
-    head, titles, *rows = capsys.readouterr().out.splitlines()
+def test_the_settings_that_were_tried_are_printed(tmp_path: Path, said: Callable[..., str]) -> None:
+    path = tmp_path / "tuning.json"
+    Memory(path).save(replace(DONE, trials=TRIALS))
+    head, titles, *rows = said("report", path).splitlines()
     assert head == str(path)
     assert titles.split() == ["phase", "setting", "step", "ms", "steps"]
     assert len(rows) == len(TRIALS)
     assert "partition 1 MiB, credit 1 MiB" in rows[-2]
     assert rows[-2].endswith("405.0      3  cut short")
-    assert cli.main(["report", str(path), "-o", str(tmp_path / "out.png")]) == 1
-    assert "leave out -o" in capsys.readouterr().err
+    assert "leave out -o" in said("report", path, "-o", tmp_path / "out.png", code=1)
+    path.write_text('{"trials": []}')
+    assert f"{path.name}: not the memory of a tuning" in said("report", path, code=1)
 
 
-def test_a_tuning_that_cannot_be_read_is_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_what_is_known_is_shown_without_what_a_search_needs(
+    cache: Path, python: Callable[..., str]
 ) -> None:
-    (tmp_path / "x.json").write_text('{"trials": []}')
-    assert cli.main(["report", str(tmp_path / "x.json")]) == 1
-    assert "x.json: not the memory of a tuning" in capsys.readouterr().err
-
-
-def test_what_is_known_is_shown_without_what_a_search_needs(cache: Path) -> None:
     Memory(folder=cache).save(DONE)
     only_the_standard_library = (
         "import sys; sys.modules.update(dict.fromkeys("
         "['numpy', 'sklearn', 'platformdirs', 'torch']))\n"
         "from bytesched import cli; sys.exit(cli.main(['tune', '--show']))"
     )
-    shown = subprocess.run(
-        [sys.executable, "-c", only_the_standard_library],
-        capture_output=True,
-        text=True,
-        timeout=250,
-        check=False,
-    )
-    assert shown.returncode == 0, shown.stderr
-    assert "9.1 % gained" in shown.stdout
+    assert "9.1 % gained" in python("-c", only_the_standard_library)
 
 
 WITHOUT_WRAP = """

@@ -20,22 +20,21 @@ FIGURES = {
 }
 
 
+def wait(kind: str, line: int, names_ms: dict[str, float], asks: str = "") -> Wait:
+    return Wait(asks, f"train.py:{line}", kind, defaultdict(float, names_ms))
+
+
+CLIPPED = wait("norms", 88, {"norm of all gradients": 90.0}, "clip_grad_norm_")
+
+
 @pytest.mark.parametrize("advice", ADVICE, ids=lambda advice: advice.pattern)
 def test_each_reason_that_is_shown_finds_its_own_advice(advice: object) -> None:
     assert advice_for(advice.shown.strip("`")) is advice  # type: ignore[attr-defined]
 
 
 def test_longest_waits_are_told_with_their_line_and_a_cure() -> None:
-    waits = [
-        Wait(
-            "clip_grad_norm_",
-            "train.py:88",
-            "norms",
-            defaultdict(float, {"norm of all gradients": 90.0}),
-        ),
-        Wait("", "train.py:90", "gradients", defaultdict(float, {"fc.weight": 29.0})),
-        Wait("", "train.py:95", "updates", defaultdict(float, {"flush": 1.0})),
-    ]
+    read, flushed = wait("gradients", 90, {"fc.weight": 29.0}), wait("updates", 95, {"flush": 1.0})
+    waits = [CLIPPED, read, flushed]
     lines = report([{**FIGURES, "reason": "cross_barrier is off"}], [], waits)
     assert lines[0].startswith("mode cross: hid 4.0 of 16 ms of communication per iteration (25 %)")
     assert [line for line in lines if "per iteration," in line[:25]] == [
@@ -48,26 +47,17 @@ def test_longest_waits_are_told_with_their_line_and_a_cure() -> None:
 
 
 def test_reason_of_a_line_that_is_told_of_is_not_said_again() -> None:
-    wait = Wait(
-        "clip_grad_norm_",
-        "train.py:88",
-        "norms",
-        defaultdict(float, {"norm of all gradients": 9.0}),
-    )
     reason = "clip_grad_norm_ asks for norms of all gradients (train.py:88)"
-    assert not any(
-        line.startswith("little") for line in report([{**FIGURES, "reason": reason}], [], [wait])
-    )
+    told = report([{**FIGURES, "reason": reason}], [], [CLIPPED])
+    assert not any(line.startswith("little") for line in told)
 
 
 @pytest.mark.parametrize(
     "kind", ["gradients", "weights", "parameters", "step", "backward", "updates", "norms"]
 )
 def test_many_names_are_counted(kind: str) -> None:
-    wait = Wait(
-        "", "train.py:1", kind, defaultdict(float, {f"layer{n}": 9.0 - n for n in range(5)})
-    )
-    (line,) = [line for line in report([FIGURES], [], [wait]) if "% of all" in line]
+    waited = wait(kind, 1, {f"layer{n}": 9.0 - n for n in range(5)})
+    (line,) = [line for line in report([FIGURES], [], [waited]) if "% of all" in line]
     named = kind in ("gradients", "weights", "parameters")
     assert ("layer0, layer1, layer2 and 2 more" in line) is named
 

@@ -13,7 +13,7 @@ from bytesched.errors import ConfigError
 from bytesched.ir.check import CollectiveOrderError, LayoutError, check
 from bytesched.ir.plans import training
 from bytesched.ir.preserve import preserve
-from bytesched.ir.program import Layer, Operator, Program, Share, Transfer
+from bytesched.ir.program import Layer, Operator, Program, Transfer
 from bytesched.ir.replay import CyclicPlanError
 from bytesched.ir.transform import place, split
 
@@ -108,22 +108,3 @@ def test_an_order_that_cannot_end_is_refused() -> None:
     back = (*names[::-1], *(name for name in program.orders[0] if name not in names))
     with pytest.raises(CyclicPlanError, match="waits for"):
         check(replace(program, orders={**program.orders, 0: back}), LINK)
-
-
-shares = st.integers(1, 12).flatmap(
-    lambda of: st.builds(Share, st.integers(0, of - 1), st.just(of))
-)
-
-
-@given(shares, shares)
-def test_shares_meet_in_what_both_have(one: Share, other: Share) -> None:
-    numbers = [n for n in range(144) if n % one.of == one.index and n % other.of == other.index]
-    met = one.meet(other)
-    assert numbers == [n for n in range(144) if met is not None and n % met.of == met.index]
-
-
-@given(shares, st.integers(1, 4))
-def test_parts_of_a_share_are_all_of_it(share: Share, of: int) -> None:
-    parts = [share.part(index, of) for index in range(of)]
-    numbers = [n for n in range(144 * of) for part in parts if n % part.of == part.index]
-    assert numbers == [n for n in range(144 * of) if n % share.of == share.index]

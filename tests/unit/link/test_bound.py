@@ -1,4 +1,7 @@
-"""T*, against a slow reference; the bound of a plan is in spine/test_core_bound.py."""
+"""T*, also where an iteration needs a norm of all gradients, against slow references.
+
+The bound of a plan is in spine/test_core_bound.py.
+"""
 
 from __future__ import annotations
 
@@ -10,48 +13,13 @@ import pytest
 from bytesched.link.bound import (
     Gradient,
     Layer,
+    clipped_optimum_s,
     gradients,
     optimum_s,
     partition_seed_bytes,
+    sharded_optimum_s,
+    split_optimum_s,
 )
-
-
-def chain(rng: random.Random, length: int) -> list[Layer]:
-    layers = []
-    for _ in range(length):
-        backward_s = rng.uniform(0.05, 1.5)
-        layers.append(Layer(backward_s / 2, backward_s, rng.choice([0.05, 0.3, 1, 4, 8])))
-    return layers
-
-
-def compute_s(layers: list[Layer]) -> float:
-    return sum(layer.forward_s + layer.backward_s for layer in layers)
-
-
-def forward_end_s(layers: list[Layer], arrived_s: list[float]) -> float:
-    now_s = sum(layer.backward_s for layer in layers)
-    for layer, end_s in zip(layers, arrived_s, strict=True):
-        now_s = max(now_s, end_s) + layer.forward_s
-    return now_s
-
-
-def tiny_slices(layers: list[Layer], bytes_per_s: float, slice_s: float) -> float:
-    """First layer first, in slices of time so small that preemption is nearly perfect."""
-    work = gradients(layers)
-    left_s = [gradient.nbytes / bytes_per_s for gradient in work]
-    arrived_s = [0.0] * len(work)
-    now_s = 0.0
-    while any(left > 0 for left in left_s):
-        ready = [
-            index
-            for index, gradient in enumerate(work)
-            if left_s[index] > 0 and gradient.release_s <= now_s
-        ]
-        now_s += slice_s
-        if ready:
-            left_s[ready[0]] -= slice_s
-            arrived_s[ready[0]] = now_s
-    return forward_end_s(layers, arrived_s)
 
 
 def test_gradients_of_a_chain() -> None:
@@ -74,15 +42,6 @@ def test_optimum_of_nothing_to_send_is_the_computation() -> None:
     assert optimum_s(gradients([Layer(1, 2, 0)]), 3, bytes_per_s=1) == 3
 
 
-def test_optimum_equals_a_preemptive_schedule_in_tiny_slices() -> None:
-    rng = random.Random(1)
-    for _ in range(20):
-        layers = chain(rng, rng.randint(1, 6))
-        best_s = optimum_s(gradients(layers), compute_s(layers), bytes_per_s=1.0)
-        sliced_s = tiny_slices(layers, 1.0, 0.002)
-        assert best_s - 1e-9 <= sliced_s <= best_s + 0.002 * (2 * len(layers) + 2)
-
-
 def test_partition_seed_minimises_the_bound() -> None:
     total_bytes, overhead_s, bytes_per_s, credit_partitions = 40e6, 1e-3, 1e8, 2.0
     seed = partition_seed_bytes(
@@ -103,3 +62,102 @@ def test_partition_seed_minimises_the_bound() -> None:
 def test_a_bandwidth_is_positive(bytes_per_s: float) -> None:
     with pytest.raises(ValueError, match="bandwidth is positive"):
         optimum_s([], 1.0, bytes_per_s)
+
+
+SEEDS = range(25)
+
+
+def chain(seed: int) -> tuple[list[Layer], float]:
+    rng = random.Random(seed)
+    layers = [
+        Layer(backward_s / 2, backward_s, rng.choice([0.05, 0.3, 1, 4, 8]))
+        for backward_s in (rng.uniform(0.05, 1.5) for _ in range(rng.randint(1, 9)))
+    ]
+    return layers, rng.uniform(0.3, 4.0)
+
+
+def compute_s(layers: list[Layer]) -> float:
+    return sum(layer.forward_s + layer.backward_s for layer in layers)
+
+
+def all_sent_s(work: list[Gradient], bytes_per_s: float, share: float) -> float:
+    """When a link that is never idle without need has sent that share of every gradient."""
+    now_s = 0.0
+    for gradient in sorted(work, key=lambda one: one.release_s):
+        now_s = max(now_s, gradient.release_s) + share * gradient.nbytes / bytes_per_s
+    return now_s
+
+
+def tiny_slices(
+    layers: list[Layer], bytes_per_s: float, slice_s: float, waits: str = "for nothing"
+) -> float:
+    """First halves before second ones, front layers first, in slices of time.
+
+    Second ones wait for the end of backward, of it and all first ones, or for nothing.
+    """
+    backward_s = sum(layer.backward_s for layer in layers)
+    work = gradients(layers)
+    left_s = [[one.nbytes / 2 / bytes_per_s for one in work] for _ in range(2)]
+    ends_s = [[0.0] * len(work) for _ in range(2)]
+    now_s = 0.0
+    while any(left > 0 for half in left_s for left in half):
+        ready = [
+            (half, index)
+            for half in range(2)
+            for index, one in enumerate(work)
+            if left_s[half][index] > 0
+            and one.release_s <= now_s
+            and (half == 0 or left_s[0][index] <= 0)
+            and (half == 0 or waits == "for nothing" or now_s >= backward_s)
+            and (half == 0 or waits != "for all" or max(left_s[0]) <= 0)
+        ]
+        now_s += slice_s
+        if ready:
+            # Without a norm, a second half in front is as urgent as a first one.
+            half, index = min(ready, key=lambda one: one[1]) if waits == "for step" else ready[0]
+            left_s[half][index] -= slice_s
+            ends_s[half][index] = now_s
+    forward_s = backward_s if waits == "for step" else max(backward_s, *ends_s[0])
+    for layer, end_s in zip(layers, ends_s[1], strict=True):
+        forward_s = max(forward_s, end_s) + layer.forward_s
+    return forward_s
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_split_is_what_tiny_slices_come_to(seed: int) -> None:
+    layers, bytes_per_s = chain(seed)
+    best_s = split_optimum_s(gradients(layers), compute_s(layers), bytes_per_s)
+    found_s = tiny_slices(layers, bytes_per_s, 1e-3)
+    assert best_s <= found_s + 1e-9
+    assert found_s <= best_s + 1e-3 * (3 * len(layers) + 2)
+
+
+@pytest.mark.parametrize("is_clipped", [False, True])
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.one_in(5)
+def test_sharded_is_what_tiny_slices_come_to(seed: int, is_clipped: bool) -> None:
+    layers, bytes_per_s = chain(seed)
+    work, total_s = gradients(layers), compute_s(layers)
+    best_s = sharded_optimum_s(work, total_s, bytes_per_s, is_clipped=is_clipped)
+    waits = "for all" if is_clipped else "for step"
+    found_s = tiny_slices(layers, bytes_per_s, 1e-3, waits)
+    assert best_s <= found_s + 1e-9
+    assert found_s <= best_s + 1e-3 * (3 * len(layers) + 2)
+    whole_s = split_optimum_s(work, total_s, bytes_per_s) if is_clipped else 0.0
+    assert best_s >= max(whole_s, optimum_s(work, total_s, bytes_per_s)) - 1e-9
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_clipped_is_the_last_byte_and_then_forward(seed: int) -> None:
+    layers, bytes_per_s = chain(seed)
+    work = gradients(layers)
+    backward_s = sum(layer.backward_s for layer in layers)
+    forward_s = sum(layer.forward_s for layer in layers)
+    expected_s = max(backward_s, all_sent_s(work, bytes_per_s, 1.0)) + forward_s
+    found_s = clipped_optimum_s(work, compute_s(layers), bytes_per_s)
+    assert found_s == pytest.approx(expected_s)
+
+
+def test_no_gradient_is_no_communication() -> None:
+    assert sharded_optimum_s([], 2.0, 1.0, is_clipped=True) == 2.0
+    assert split_optimum_s([], 2.0, 1.0) == clipped_optimum_s([], 2.0, 1.0) == 2.0

@@ -67,29 +67,6 @@ def test_no_order_is_better(case: str, split: bool, memory: int) -> None:
     assert found.bound_s == pytest.approx(found.timeline.end_s)
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("split", [False, True])
-def test_no_order_ends_before_the_bound(case: str, split: bool) -> None:
-    stages, link = CASES[case]
-    pipeline = Pipeline(stages, (0, 1), link, 2)
-    ticks = Ticks.of(pipeline, split)
-    assert (
-        min(each.end_s for each in _all(pipeline, split)) >= ticks.least(2, 4) * ticks.tick_s - 1e-9
-    )
-
-
-@given(plans())
-def test_no_drawn_order_ends_before_the_bound_of_its_memory(plan: tuple[Order, Pipeline]) -> None:
-    order, pipeline = plan
-    timeline = replay(order, pipeline)
-    ticks = Ticks.of(pipeline, True)
-    least = ticks.least(order.micro_batches, max(1, *timeline.peak_bytes))
-    rounded = len(timeline.spans) + len(timeline.transfers) + len(timeline.reductions)
-    # Times that are no multiples of a tick are rounded, each by less than one.
-    rounding_s = 0.0 if ticks.exact else rounded * ticks.tick_s
-    assert least * ticks.tick_s <= timeline.end_s + rounding_s + 1e-6
-
-
 @settings(max_examples=10)
 @given(plans())
 def test_no_drawn_order_ends_before_what_a_search_proves(plan: tuple[Order, Pipeline]) -> None:
@@ -141,27 +118,6 @@ def _busy(ticks: Ticks, rank: int, starts: Sequence[int], period: int) -> list[i
         for n in ticks.on(rank)
         for tick in range(ticks.blocks[n].duration)
     ]
-
-
-@pytest.mark.parametrize(
-    ("placement", "memory", "split", "period"),
-    [
-        ((0, 1, 1, 0), 2, False, 370),
-        ((0, 1, 1, 0), 3, False, 290),
-        ((0, 1, 1, 0), 2, True, 330),
-        ((0, 1, 2, 3), 2, False, 513),
-        ((0, 1, 2, 3), 3, False, 502),
-        ((0, 1), 1, False, 502),
-    ],
-)
-@pytest.mark.one_in(3)
-def test_a_tight_memory_has_the_least_period_that_it_allows(
-    placement: tuple[int, ...], memory: int, split: bool, period: int
-) -> None:
-    stages = (Stage(0.1, 0.1, 0.1, 1),) * len(placement)
-    ticks = Ticks.of(Pipeline(stages, placement, Link(1e9, 0.0137)), split)
-    patterns = repetend(ticks, memory, Budget(6, lambda: 0.0), 0.3)
-    assert {found.period for found in patterns} == {period}
 
 
 def test_a_period_that_was_not_refuted_is_not_called_the_shortest() -> None:

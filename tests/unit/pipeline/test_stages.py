@@ -100,15 +100,11 @@ def test_placements() -> None:
 )
 def test_what_is_no_placement(text: str, told: str, tmp_path: Path) -> None:
     path = tmp_path / "placement.json"
+    path.write_text("[0, 1, 1]")
+    assert read_placement(str(path), 2) == (0, 1, 1)
     path.write_text(text)
     with pytest.raises(ConfigError, match=told):
         read_placement(str(path), 2)
-
-
-def test_a_placement_from_a_file(tmp_path: Path) -> None:
-    path = tmp_path / "placement.json"
-    path.write_text("[0, 1, 1]")
-    assert read_placement(str(path), 2) == (0, 1, 1)
 
 
 @pytest.mark.parametrize(

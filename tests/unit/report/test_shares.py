@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bytesched import cli
 from bytesched.report.ranks import KINDS, shares_of
 from bytesched.trace.reading import Span, Trace
 from bytesched.trace.timeline import Timeline
@@ -75,9 +75,8 @@ def write(folder: Path, track: str = "graph") -> Path:
     return timeline.path
 
 
-def test_the_command_prints_shares(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["report", str(write(tmp_path))]) == 0
-    title, titles, row = capsys.readouterr().out.split("\n\n")[1].splitlines()
+def test_the_command_prints_shares(tmp_path: Path, said: Callable[..., str]) -> None:
+    title, titles, row = said("report", write(tmp_path)).split("\n\n")[1].splitlines()
     assert title == "what an epoch goes to"
     assert titles.split()[:2] == ["rank", "aggregation"]
     assert row.split() == ["0", "50.0%", "0.0%", "10.0%", "0.0%", "40.0%", "0.0%"]
@@ -85,8 +84,5 @@ def test_the_command_prints_shares(tmp_path: Path, capsys: pytest.CaptureFixture
         shares_of(trace_of(("graph", "halo", 0, 1), steps=(0,)))
 
 
-def test_a_trace_without_a_graph_has_none(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.main(["report", str(write(tmp_path, track="forward"))]) == 0
-    assert "epoch" not in capsys.readouterr().out
+def test_a_trace_without_a_graph_has_none(tmp_path: Path, said: Callable[..., str]) -> None:
+    assert "epoch" not in said("report", write(tmp_path, track="forward"))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import subprocess
-import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from threading import Event
@@ -17,7 +15,6 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch.distributed import distributed_c10d
 
-from bytesched.environment import child_environment
 from bytesched.run import urgent_calls
 from bytesched.run.urgent_calls import mark_all_to_alls
 from bytesched.urgency import URGENCY
@@ -39,40 +36,6 @@ class Work:
 
 def sections() -> int:
     return len(URGENCY._sections)
-
-
-def marked(function: Callable[..., Any]) -> Any:
-    module = SimpleNamespace(all_to_all_single=function, all_to_all=function)
-    mark_all_to_alls(module)
-    return module
-
-
-def test_one_that_waits_is_urgent_until_it_returns() -> None:
-    def all_to_all_single(*args: Any) -> None:
-        assert args == (1, 2)
-        assert sections() == 1
-
-    module = marked(all_to_all_single)
-    assert module.all_to_all_single(1, 2) is None
-    assert sections() == 0
-    assert module.all_to_all_single.__name__ == "all_to_all_single"
-
-
-def test_one_that_raises_ends() -> None:
-    def all_to_all(*args: Any) -> None:
-        raise ValueError("sizes")
-
-    with pytest.raises(ValueError, match="sizes"):
-        marked(all_to_all).all_to_all()
-    assert sections() == 0
-
-
-def test_an_asynchronous_one_is_urgent_until_its_work_ends() -> None:
-    work = Work()
-    assert marked(lambda: work).all_to_all() is work
-    assert sections() == 1
-    work.ends[0](work)
-    assert sections() == 0
 
 
 # -- hooks of process groups ------------------------------------------------------------
@@ -213,7 +176,9 @@ def test_our_own_groups_have_no_hooks(seen: list[tuple[str, Event]]) -> None:
 
 
 @needs_hooks
-def test_a_group_that_is_never_destroyed_does_not_end_in_a_crash() -> None:
+def test_a_group_that_is_never_destroyed_does_not_end_in_a_crash(
+    python: Callable[..., str],
+) -> None:
     source = """
         import torch
         import torch.distributed as dist
@@ -226,12 +191,4 @@ def test_a_group_that_is_never_destroyed_does_not_end_in_a_crash() -> None:
         # After a functional collective, its group outlives the interpreter.
         all_to_all_single(torch.ones(4), None, None, dist.group.WORLD).sum().item()
     """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(source)],
-        env=child_environment(),
-        capture_output=True,
-        text=True,
-        timeout=250,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    python("-c", textwrap.dedent(source))

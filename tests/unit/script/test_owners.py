@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -38,16 +39,6 @@ def test_frozen_parameters_do_not_count() -> None:
     assert around(model) == [nn.Linear, nn.Sequential]
 
 
-def test_parameters_of_nobody() -> None:
-    assert owners_of({id(nn.Parameter(torch.ones(1)))}) == []
-    assert owners_of(set()) == []
-
-
-def test_parameters_of_an_optimizer() -> None:
-    model = nn.Linear(2, 2)
-    assert parameter_ids(torch.optim.SGD(model.parameters(), lr=1.0)) == parameter_ids(model)
-
-
 def test_scripted_modules_are_no_obstacle() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -78,18 +69,40 @@ FIGURES: dict[str, int | float | str] = {
 }
 
 
-def test_what_was_wrapped() -> None:
-    assert summary([FIGURES], []) == [
-        "mode cross: hid 61 of 98 ms of communication per iteration (62 %), 3 % of the bytes "
-        "crossed the barrier, 500 iterations"
-    ]
-    (line,) = summary([{**FIGURES, "reason": "step(closure)"}], [])
-    assert line.endswith("500 iterations: step(closure)")
+WRAPPED = (
+    "mode cross: hid 61 of 98 ms of communication per iteration (62 %), 3 % of the bytes crossed "
+    "the barrier, 500 iterations"
+)
 
 
-def test_what_an_error_has_ended() -> None:
-    (line,) = summary([{**FIGURES, "error": "ValueError: no data"}], [])
-    assert line.endswith("500 iterations, ended by ValueError: no data")
+@pytest.mark.parametrize(
+    ("figures", "left", "told"),
+    [
+        ([FIGURES], [], [WRAPPED]),
+        ([FIGURES | {"reason": "step(closure)"}], [], [f"{WRAPPED}: step(closure)"]),
+        (
+            [FIGURES | {"iterations": 0, "comm_ms": 0.0, "overlap_pct": 0.0}],
+            [],
+            ["mode cross: too short to say what it brought"],
+        ),
+        (
+            [FIGURES | {"comm_ms": 0.0}],
+            [],
+            ["mode cross: 3 % of the bytes crossed the barrier, 500 iterations"],
+        ),
+        (
+            [FIGURES, FIGURES | {"model": "Critic"}, FIGURES],
+            [],
+            [f"{name}: {WRAPPED}" for name in ("Net 1", "Critic", "Net 2")],
+        ),
+        ([], [], []),
+        ([{"mode": "plain"}], ["one: no step"], ["mode plain: one: no step"]),
+        ([FIGURES | {"error": "ValueError: x"}], [], [f"{WRAPPED}, ended by ValueError: x"]),
+        ([FIGURES], ["Critic: join()"], [f"Net: {WRAPPED}", "mode plain: Critic: join()"]),
+    ],
+)
+def test_the_last_lines(figures: list[Any], left: list[str], told: list[str]) -> None:
+    assert summary(figures, left) == told
 
 
 def test_models_of_one_class_have_names_of_their_own() -> None:
@@ -101,29 +114,3 @@ def test_models_of_one_class_have_names_of_their_own() -> None:
     assert [*map(name_of_ddp, (first, second, first))] == [*names, names[0]]
     del first
     assert name_of_ddp(Net(2, 2)) == names[0], "of one that is gone"
-
-
-def test_nothing_is_said_of_what_was_not_measured() -> None:
-    short = {**FIGURES, "iterations": 0, "comm_ms": 0.0, "overlap_pct": 0.0}
-    assert summary([short], []) == ["mode cross: too short to say what it brought"]
-    (line,) = summary([{**FIGURES, "comm_ms": 0.0}], [])
-    assert line == "mode cross: 3 % of the bytes crossed the barrier, 500 iterations"
-
-
-def test_several_models_are_named() -> None:
-    lines = summary([FIGURES, {**FIGURES, "model": "Critic"}, FIGURES], [])
-    assert [line.partition(":")[0] for line in lines] == ["Net 1", "Critic", "Net 2"]
-
-
-def test_what_was_not() -> None:
-    assert summary([], []) == []
-    assert summary([{"mode": "plain"}], ["one: no step", "two: join()"]) == [
-        "mode plain: one: no step",
-        "mode plain: two: join()",
-    ]
-
-
-def test_what_was_and_what_was_not() -> None:
-    wrapped, left = summary([FIGURES], ["Critic: join()"])
-    assert wrapped.startswith("Net: mode cross: ")
-    assert left == "mode plain: Critic: join()"

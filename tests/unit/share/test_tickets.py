@@ -85,29 +85,6 @@ def test_a_place_that_is_left_in_the_middle_is_passed(tickets: Tickets) -> None:
     assert third.wait(0)
 
 
-def test_who_comes_again_stands_behind_all_others(tickets: Tickets) -> None:
-    order = []
-    standing = [(number, tickets.draw()) for number in range(3)]
-    for _ in range(9):
-        number, ticket = standing.pop(0)
-        assert ticket.wait(0)
-        order.append(number)
-        standing.append((number, tickets.draw()))
-        ticket.give_back()
-    assert order == [0, 1, 2] * 3
-
-
-def test_a_place_in_another_process(tickets: Tickets, fork) -> None:  # type: ignore[no-untyped-def]
-    pid, connection = fork(_stand(tickets))
-    assert connection.recv() == "drawn"
-    mine = tickets.draw()
-    assert not mine.wait(0)
-    assert f"process {pid} (" in mine.front
-    connection.send("give it back")
-    assert mine.wait(LONG_S)
-    assert connection.recv() == "given back"
-
-
 def test_death_frees_a_place(tickets: Tickets, fork) -> None:  # type: ignore[no-untyped-def]
     pid, connection = fork(_stand(tickets))
     assert connection.recv() == "drawn"

@@ -41,19 +41,7 @@ def other(tickets: Tickets) -> Iterator[Turn]:
     turn.close()
 
 
-def test_it_is_taken_once_and_given_back_once(turn: Turn) -> None:
-    assert turn not in HELD
-    turn.give_back()
-    turn.take()
-    turn.take()
-    assert turn in HELD
-    assert turn.totals.turns == 1
-    turn.give_back()
-    turn.give_back()
-    assert turn not in HELD
-
-
-def test_two_take_turns(turn: Turn, other: Turn) -> None:
+def test_two_take_turns(tickets: Tickets, turn: Turn, other: Turn) -> None:
     order: list[str] = []
 
     def compute(mine: Turn, name: str) -> None:
@@ -61,7 +49,7 @@ def test_two_take_turns(turn: Turn, other: Turn) -> None:
             mine.take()
             order.append(name)
             # The other one is here, unless it has come to its end.
-            while len(tickets_of(mine)) == 1 and order.count("ab".replace(name, "")) < 20:
+            while len(tickets.standing()) == 1 and order.count("ab".replace(name, "")) < 20:
                 pass
             mine.give_back()
 
@@ -74,10 +62,6 @@ def test_two_take_turns(turn: Turn, other: Turn) -> None:
     for thread in threads:
         thread.join(LONG_S)
     assert "".join(order) in ("ab" * 20, "ba" * 20)
-
-
-def tickets_of(turn: Turn) -> list[str]:
-    return turn._tickets.standing()
 
 
 def test_it_is_given_back_while_something_is_waited_for(turn: Turn, other: Turn) -> None:
@@ -197,7 +181,9 @@ def test_none_is_taken_after_the_end(turn: Turn) -> None:
     assert turn not in HELD
 
 
-def test_a_forked_child_has_none_and_its_parent_keeps_it(turn: Turn, other: Turn) -> None:
+def test_a_forked_child_has_none_and_its_parent_keeps_it(
+    tickets: Tickets, turn: Turn, other: Turn
+) -> None:
     """As a worker of a loader that is started between forward and backward."""
     turn.take()
     counted = turn_figures()["turns"]
@@ -214,7 +200,7 @@ def test_a_forked_child_has_none_and_its_parent_keeps_it(turn: Turn, other: Turn
     os.close(reading)
     os.close(writing)
     assert turn in HELD
-    assert len(tickets_of(turn)) == 1
+    assert len(tickets.standing()) == 1
     turn.give_back()
     other.take()
     assert other in HELD

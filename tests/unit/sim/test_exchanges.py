@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -10,7 +11,6 @@ from hypothesis import strategies as st
 
 from bytesched.bench.profile import LayerProfile, Profile, load_profile
 from bytesched.bench.systems import EXCHANGE_SYSTEMS, parse_systems
-from bytesched.commands import sim
 from bytesched.link.fabric import Fabric
 from bytesched.sim.exchanges import predict_exchanging
 from bytesched.sim.predict import Prediction
@@ -56,9 +56,7 @@ def test_all_to_alls_share_the_link_with_gradients_urgent_or_not() -> None:
         LayerProfile("last", 1.0, 1.0, ((25_000_000,),)),
     )
     found = predicted(
-        Profile("", "", layers),
-        "idle,bytesched,bytesched-no-lane",
-        replace(FABRIC, latency_s=0.0),
+        Profile("", "", layers), "idle,bytesched,bytesched-no-lane", replace(FABRIC, latency_s=0.0)
     )
     assert found["idle"].exchange_p95_s == pytest.approx(0.1)
     # Two chunks of gradients are under way beside it.
@@ -80,10 +78,7 @@ def test_a_queue_is_waited_for() -> None:
     assert own.exchange_p95_s < 0.05
 
 
-@given(
-    st.lists(st.one_of(dense, dense, experts), min_size=1, max_size=6),
-    st.sampled_from([2, 4]),
-)
+@given(st.lists(st.one_of(dense, dense, experts), min_size=1, max_size=6), st.sampled_from([2, 4]))
 @settings(max_examples=60, deadline=None)
 def test_nothing_beats_the_bound(layers: list[LayerProfile], ranks: int) -> None:
     head = LayerProfile("head", 1.0, 2.0, ((1000,),))
@@ -93,30 +88,11 @@ def test_nothing_beats_the_bound(layers: list[LayerProfile], ranks: int) -> None
         assert one.iteration_s >= one.optimum_s * (1 - 1e-9), one
 
 
-def test_the_command_shows_all_to_alls(capsys: pytest.CaptureFixture[str]) -> None:
-    assert not sim.main(["--profile", "moe", "--ranks", "2", "--rate", "1gbit"])
-    text = capsys.readouterr().out
+def test_the_command_shows_all_to_alls(said: Callable[..., str]) -> None:
+    text = said("sim --profile moe --ranks 2 --rate 1gbit")
     assert "p95 ms" in text
     assert "yes, bytesched-pieces takes" in text
     assert all(name in text for name in EXCHANGE_SYSTEMS)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("--profile moe --clip", "--clip is not for a profile with layers of experts"),
-        ("--profile moe --cores-per-rank 1", "--cores-per-rank is not for a profile"),
-        ("--profile moe --systems fsdp2", "--systems: 'fsdp2'; did you mean ddp"),
-        ("--profile gpt --systems idle", "--systems: 'idle'; known: ddp, ddp-best"),
-        ("--profile moe --systems idle:bucket_mb=1", "idle has no options"),
-    ],
-)
-def test_what_cannot_be_predicted_is_refused(
-    arguments: str, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        sim.main(arguments.split())
-    assert message in " ".join(capsys.readouterr().err.split())
 
 
 def test_pieces_do_not_change_what_is_sent() -> None:

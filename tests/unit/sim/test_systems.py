@@ -1,4 +1,4 @@
-"""Systems as work: buckets, units and chunks hold every gradient once."""
+"""Systems as work: buckets, units and chunks hold every gradient once; and what few cores cost."""
 
 from __future__ import annotations
 
@@ -8,28 +8,30 @@ import pytest
 
 from bytesched.bench.profile import LayerProfile, Profile, load_profile
 from bytesched.bench.systems import parse_systems
-from bytesched.link.fabric import Fabric
-from bytesched.sim.predict import bound_s
-from bytesched.sim.systems import SYSTEMS, Costs, Model, buckets, scheduled, sharded
+from bytesched.link.cluster import Cluster
+from bytesched.link.fabric import Cores, Fabric
+from bytesched.sim.predict import Prediction, bound_s, predict
+from bytesched.sim.systems import LAB_COSTS, SYSTEMS, Costs, Model, buckets, scheduled, sharded
 from bytesched.sim.table import Case
 
-FABRIC = Fabric(ranks=4, bytes_per_s=1e8, latency_s=1e-4)
+FABRIC = Fabric(ranks=4, bytes_per_s=1.2e8, latency_s=1e-4)
 
 
 def model(name: str = "gpt", *, clip: bool = False) -> Model:
     return Model(load_profile(name), Costs(update_bytes_per_s=1e9), clip=clip)
 
 
+def of_mib(*sizes: int) -> Model:
+    """A model with layers of these sizes."""
+    layers = (LayerProfile(str(n), 1.0, 2.0, ((mib << 18,),)) for n, mib in enumerate(sizes))
+    return Model(Profile("", "", tuple(layers)), Costs(update_bytes_per_s=1e9))
+
+
 @pytest.mark.parametrize("name", ["gpt", "vgg", "resnet"])
 @pytest.mark.parametrize("clip", [False, True])
 def test_every_system_sends_every_gradient_once(name: str, clip: bool) -> None:
     one = model(name, clip=clip)
-    for work in (
-        buckets(one, 1),
-        buckets(one),
-        sharded(one, 4),
-        scheduled(one, FABRIC, {}),
-    ):
+    for work in (buckets(one, 1), buckets(one), sharded(one, 4), scheduled(one, FABRIC, {})):
         assert work.nbytes == one.profile.nbytes
         waited_for = {index for bundle in work.bundles for index in bundle.jobs}
         assert waited_for >= set(range(len(work.jobs)))
@@ -37,11 +39,7 @@ def test_every_system_sends_every_gradient_once(name: str, clip: bool) -> None:
 
 def test_buckets_are_closed_by_the_gradient_that_fills_them() -> None:
     """As torch does it, from the last layer on: 3 + 3 MiB reach 4, then 3 + 1 do, 1 is left."""
-    sizes = (1, 1, 3, 3, 3)
-    layers = tuple(
-        LayerProfile(str(index), 1.0, 2.0, ((mib << 18,),)) for index, mib in enumerate(sizes)
-    )
-    one = Model(Profile("five", "", layers), Costs(update_bytes_per_s=1e9))
+    one = of_mib(1, 1, 3, 3, 3)
     found = [(job.nbytes >> 20, job.layer) for job in buckets(one, 4).jobs]
     assert found == [(6, 3), (4, 1), (1, 0)]
     as_it_comes = [(job.nbytes >> 20, job.layer) for job in buckets(one).jobs]
@@ -61,11 +59,7 @@ def test_gradients_are_copied_into_buckets_that_are_no_views_and_out_of_them() -
 
 def test_buckets_are_cut_into_chunks_alike_and_ready_together() -> None:
     """As the engine does it, from the last layer on: 3, 3 MiB, and 3 + 1 MiB in halves."""
-    sizes = (1, 3, 3, 3)
-    layers = tuple(
-        LayerProfile(str(index), 1.0, 2.0, ((mib << 18,),)) for index, mib in enumerate(sizes)
-    )
-    one = Model(Profile("four", "", layers), Costs(update_bytes_per_s=1e9))
+    one = of_mib(1, 3, 3, 3)
     work = scheduled(one, FABRIC, {"partition_bytes": "2MiB", "credit_bytes": "3MiB"})
     found = [(job.nbytes / (1 << 20), job.gate, job.layer) for job in work.jobs]
     halves = [(1.5, gate, gate) for gate in (3, 3, 2, 2, 1, 1)]
@@ -85,3 +79,34 @@ def test_no_system_is_faster_than_the_bound(clip: bool) -> None:
     case = Case(model("vgg", clip=clip), FABRIC, systems)
     for one in case.predictions():
         assert one.iteration_s >= bound_s(case.model, case.fabric) * (1 - 1e-12)
+
+
+def on(cores: float, load: float = 0.0) -> Model:
+    costs = replace(LAB_COSTS, cores=Cores(cores), cpu_load=load)
+    return Model(load_profile("gpt"), costs)
+
+
+def predicted(model: Model, systems: str = "ddp,ddp-best,fsdp2,bytesched") -> list[Prediction]:
+    return [predict(one, model, FABRIC) for one in parse_systems(systems, SYSTEMS)]
+
+
+def test_cores_enough_are_as_good_as_any_number() -> None:
+    assert predicted(on(1e6)) == predicted(on(float("inf")))
+    assert predicted(on(1e6, 1.0)) == predicted(on(float("inf"), 1.0))
+    few = "ddp,ddp-best,bytesched"
+    assert predicted(on(4.0, 1.0), few) == predicted(on(float("inf"), 1.0), few)
+
+
+def test_a_model_that_computes_on_the_cores_needs_them_too() -> None:
+    beside, alone = predicted(on(1.0, 1.0)), predicted(on(1.0, 0.0))
+    for one, other in zip(beside, alone, strict=True):
+        assert one.iteration_s > other.iteration_s
+
+
+def test_gloo_has_no_reduce_scatter() -> None:
+    model = on(float("inf"))
+    gloo, native = sharded(model, 4, by_gloo=True), sharded(model, 4)
+    assert gloo.nbytes == pytest.approx(1.75 * native.nbytes)
+    ended_s = Cluster(gloo, FABRIC).iterate()
+    carried_s = 1.75 * model.profile.nbytes / FABRIC.gradient_bytes_per_s
+    assert ended_s >= model.profile.compute_s + carried_s

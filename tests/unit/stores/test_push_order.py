@@ -71,29 +71,6 @@ def test_what_worker_0_starts_is_heard_by_all_others_in_that_order() -> None:
         worker.close()
 
 
-def test_a_stranger_is_not_taken_for_a_worker() -> None:
-    heard: SimpleQueue[list[int]] = SimpleQueue()
-    leader = Channel(0, 2, lambda told: None, WAIT_S)
-    worker = Channel(1, 2, lambda told: heard.put(list(told)), WAIT_S)
-    board = Board(2)
-    with ThreadPoolExecutor(1) as pool:
-        opened = pool.submit(leader.open, board.published)
-        host, port, _ = board.published("").split()
-        address = host, int(port)
-        with socket.create_connection(address, WAIT_S) as hasty:
-            # Closing resets the connection.
-            hasty.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        silent = socket.create_connection(address, WAIT_S)
-        with silent, socket.create_connection(address, WAIT_S) as stranger:
-            stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
-            worker.open(board.published)
-            opened.result(WAIT_S)
-            leader.send([task(4)])
-            assert heard.get(timeout=WAIT_S) == [4]
-    leader.close()
-    worker.close()
-
-
 @contextlib.contextmanager
 def strangers(text: str, number: int, data: bytes) -> Iterator[None]:
     """Connections to the worker 0 that published `text`, which have sent `data`."""
@@ -107,16 +84,24 @@ def strangers(text: str, number: int, data: bytes) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("data", [b"", b"x", b"GET / HTTP/1.1\r\n\r\n"])
-def test_strangers_do_not_hold_up_a_worker(data: bytes) -> None:
+def test_strangers_are_not_taken_for_a_worker_and_do_not_hold_it_up(data: bytes) -> None:
+    heard: SimpleQueue[list[int]] = SimpleQueue()
     leader = Channel(0, 2, lambda told: None, WAIT_S)
-    worker = Channel(1, 2, lambda told: None, WAIT_S)
+    worker = Channel(1, 2, lambda told: heard.put(list(told)), WAIT_S)
     board = Board(2)
     with ThreadPoolExecutor(1) as pool:
         opened = pool.submit(leader.open, board.published)
+        text = board.published("")
+        host, port, _ = text.split()
+        with socket.create_connection((host, int(port)), WAIT_S) as hasty:
+            # Closing resets the connection.
+            hasty.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         # More than are kept at a time.
-        with strangers(board.published(""), _MOST_STRANGERS + 2, data):
+        with strangers(text, _MOST_STRANGERS + 2, data):
             worker.open(board.published)
             opened.result(WAIT_S)
+            leader.send([task(4)])
+            assert heard.get(timeout=WAIT_S) == [4]
     leader.close()
     worker.close()
 
@@ -173,15 +158,11 @@ def test_what_was_told_goes_in_that_order_and_waits_for_nobody() -> None:
     tasks[0].rearm()
     tasks[0].notify_ready()
     assert core.ready(tasks[0]) == [], "it was told for the step before"
-
-
-def test_several_that_are_ready_start_as_told() -> None:
-    core = SchedulerCore(Announced(), credit_bytes=1 << 62)
-    tasks = [task(index) for index in range(4)]
-    for each in tasks:
-        each.notify_ready()
-        assert core.ready(each) == []
-    assert [one.index for one in core.ordered([2, 0, 3])] == [2, 0, 3]
+    core.finish(tasks[3])
+    tasks[3].rearm()
+    tasks[3].notify_ready()
+    assert core.ready(tasks[3]) == []
+    assert core.ordered([3, 0]) == [tasks[3], tasks[0]]
 
 
 class Trainer:

@@ -12,14 +12,8 @@ import torch
 from together import TIMEOUT_S, together
 
 from bytesched.config import Config
-from bytesched.errors import (
-    MismatchError,
-    PeerLost,
-    PluginError,
-    SchedulerClosed,
-    SchedulerTimeout,
-)
-from bytesched.kvstore import AsyncKVStore, Ended, Key, KVStore, LocalKVStore, describe
+from bytesched.errors import MismatchError, PeerLost, PluginError, SchedulerClosed, SchedulerTimeout
+from bytesched.kvstore import Ended, Key, KVStore, LocalKVStore, describe
 from bytesched.kvstore.local import _Entry
 from bytesched.kvstore.pipes import chunks_on_their_way
 from bytesched.observe import Observer, Observers
@@ -30,24 +24,11 @@ from bytesched.testing import KVStoreContract
 TESTS = sorted(name for name in dir(KVStoreContract) if name.startswith("test_"))
 
 
-class Numpy:
-    def array(self, numbers: list[float]) -> Any:
-        return np.array(numbers, dtype=np.float32)
-
-    def numbers(self, array: Any) -> list[float]:
-        return [float(number) for number in array]
-
-
-class Torch(Numpy):
-    def array(self, numbers: list[float]) -> Any:
-        return torch.tensor(numbers)
-
-
 def scheduled(store: KVStore, **fields: Any) -> ScheduledKVStore:
     return ScheduledKVStore(store, Config(**{"timeout_s": TIMEOUT_S, **fields}))
 
 
-class Suite(Numpy, KVStoreContract):
+class Suite(KVStoreContract):
     """The suite as one worker runs it, over a store that was made for it."""
 
     def __init__(self, made: KVStore) -> None:
@@ -56,26 +37,27 @@ class Suite(Numpy, KVStoreContract):
     def store(self) -> KVStore:
         return self.made
 
+    def array(self, numbers: list[float]) -> Any:
+        is_torch = isinstance(self.made, ScheduledKVStore)
+        return torch.tensor(numbers) if is_torch else np.array(numbers, dtype=np.float32)
 
-class ScheduledSuite(Torch, Suite):
+    def numbers(self, array: Any) -> list[float]:
+        return [float(number) for number in array]
+
     def wait(self, kv: KVStore, key: Key) -> None:
-        assert isinstance(kv, ScheduledKVStore)
-        kv.wait(key)
+        if isinstance(kv, ScheduledKVStore):
+            kv.wait(key)
 
 
-@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize(
+    ("workers", "is_scheduled"), [(1, False), (3, False), (1, True), (2, True)]
+)
 @pytest.mark.parametrize("name", TESTS)
-def test_local_store_keeps_the_contract(name: str, workers: int) -> None:
-    views = LocalKVStore.group(workers, timeout_s=TIMEOUT_S)
-    together(lambda rank: getattr(Suite(views[rank]), name)(), workers)
-
-
-@pytest.mark.parametrize("workers", [1, 2])
-@pytest.mark.parametrize("name", TESTS)
-def test_scheduled_store_keeps_the_contract(name: str, workers: int) -> None:
-    views = LocalKVStore.group(workers, timeout_s=TIMEOUT_S)
-    stores = [scheduled(view, partition_bytes=16) for view in views]
-    together(lambda rank: getattr(ScheduledSuite(stores[rank]), name)(), workers)
+def test_stores_keep_the_contract(name: str, workers: int, is_scheduled: bool) -> None:
+    stores: list[Any] = LocalKVStore.group(workers, timeout_s=TIMEOUT_S)
+    if is_scheduled:
+        stores = [scheduled(view, partition_bytes=16) for view in stores]
+    together(lambda rank: getattr(Suite(stores[rank]), name)(), workers)
 
 
 def test_a_worker_that_leaves_is_named() -> None:
@@ -91,16 +73,6 @@ def test_a_worker_that_never_comes_is_waited_for_no_longer_than_said() -> None:
     first, _ = LocalKVStore.group(2, timeout_s=0.01)
     with pytest.raises(SchedulerTimeout, match="all workers at: init 'a'"):
         first.init("a", np.zeros(2))
-
-
-def test_updater_changes_the_value_by_the_sum() -> None:
-    def updater(key: Key, total: Any, value: Any) -> None:
-        value -= 0.5 * total
-
-    kv = LocalKVStore(updater=updater)
-    kv.init("a", np.array([10.0]))
-    kv.pushpull("a", np.array([4.0]), out := np.zeros(1))
-    assert out.tolist() == [8.0]
 
 
 # -- the scheduled store ---------------------------------------------------------------
@@ -163,9 +135,14 @@ class HandStore(LocalKVStore):
         entry[3](error)
 
 
-def test_hand_store_is_an_async_store() -> None:
-    store: AsyncKVStore = HandStore()
-    store.close()
+def begun(**fields: Any) -> tuple[HandStore, ScheduledKVStore]:
+    """One key is on its way."""
+    store = HandStore()
+    kv = scheduled(store, **fields)
+    kv.init("a", torch.zeros(4))
+    kv.pushpull("a", torch.zeros(4))
+    store.wait_for(1)
+    return store, kv
 
 
 def test_a_pull_runs_beside_the_next_push() -> None:
@@ -339,11 +316,7 @@ def test_an_optimizer_in_the_store_updates_every_chunk() -> None:
 
 
 def test_an_error_of_the_store_is_raised_where_the_user_waits() -> None:
-    store = HandStore()
-    kv = scheduled(store)
-    kv.init("a", torch.zeros(4))
-    kv.pushpull("a", torch.zeros(4))
-    store.wait_for(1)
+    store, kv = begun()
     store.end("push", "a", PeerLost("server 2 is gone"))
     with pytest.raises(PeerLost, match="server 2"):
         kv.wait("a")
@@ -353,22 +326,14 @@ def test_an_error_of_the_store_is_raised_where_the_user_waits() -> None:
 
 
 def test_a_wait_ends_with_the_limit_and_tells_the_story() -> None:
-    store = HandStore()
-    kv = scheduled(store, timeout_s=0.05)
-    kv.init("a", torch.zeros(4))
-    kv.pushpull("a", torch.zeros(4))
-    store.wait_for(1)
+    _, kv = begun(timeout_s=0.05)
     with pytest.raises(SchedulerTimeout, match="pull of key 'a'"):
         kv.wait("a")
     kv.close()
 
 
 def test_nobody_waits_for_a_closed_store() -> None:
-    store = HandStore()
-    kv = scheduled(store)
-    kv.init("a", torch.zeros(4))
-    kv.pushpull("a", torch.zeros(4))
-    store.wait_for(1)
+    _, kv = begun()
     kv.close()
     for call in (kv.wait, kv.barrier):
         with pytest.raises(SchedulerClosed, match="on a closed store"):

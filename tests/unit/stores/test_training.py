@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from looped import SMALL, TIMEOUT_S, inputs, mlp, sgd, weights
 from together import together
 from torch import Tensor, nn
 
@@ -19,8 +20,7 @@ from bytesched.plugins.proxies.passes import Watcher, watch_passes
 from bytesched.plugins.stores.training import begin as kvstore_training
 
 STEPS = 5
-TIMEOUT_S = 100.0
-SMALL = Config(partition_bytes=256, credit_bytes=512, timeout_s=TIMEOUT_S)
+CONFIG = Config(timeout_s=TIMEOUT_S, **SMALL)
 
 
 @pytest.fixture(autouse=True)
@@ -31,19 +31,6 @@ def workers_are_threads(monkeypatch: pytest.MonkeyPatch) -> None:
         return watch_passes(watcher, thread=threading.get_ident())
 
     monkeypatch.setattr(planned_session, "watch_passes", watch)
-
-
-def mlp(seed: int = 7) -> nn.Sequential:
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.Linear(16, 4))
-
-
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-
-
-def inputs(step: int, rank: int) -> Tensor:
-    return torch.randn(4, 8, generator=torch.Generator().manual_seed(1000 * rank + step))
 
 
 class View:
@@ -71,18 +58,18 @@ def trained_plain() -> list[Tensor]:
         gradients = []
         for rank in range(2):
             optimizer.zero_grad()
-            model(inputs(step, rank)).square().mean().backward()
+            model(inputs(1000 * rank + step)).square().mean().backward()
             gradients.append([p.grad for p in model.parameters() if p.grad is not None])
         for parameter, mine, other in zip(model.parameters(), *gradients, strict=True):
             parameter.grad = mine / 2 + other / 2
         optimizer.step()
-    return [parameter.detach() for parameter in model.parameters()]
+    return weights(model)
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: range) -> None:
     for step in steps:
         optimizer.zero_grad()
-        model(inputs(step, rank)).square().mean().backward()
+        model(inputs(1000 * rank + step)).square().mean().backward()
         optimizer.step()
 
 
@@ -94,7 +81,7 @@ def test_two_workers_have_the_bits_of_their_mean_and_one_scheduling_thread_each(
 
     def worker(rank: int) -> dict[str, int | float | str]:
         optimizer = sgd(models[rank])
-        session = kvstore_training.attach(optimizer, models[rank], views[rank], SMALL)
+        session = kvstore_training.attach(optimizer, models[rank], views[rank], CONFIG)
         train(models[rank], optimizer, rank, range(STEPS))
         both_run.wait(TIMEOUT_S)
         names = [thread.name for thread in threading.enumerate()]
@@ -120,13 +107,13 @@ def test_two_workers_have_the_bits_of_their_mean_and_one_scheduling_thread_each(
 def test_compressed_gradients_are_rounded_on_their_way() -> None:
     rounded, model = mlp(), mlp()
     plain, optimizer = sgd(rounded), sgd(model)
-    config = Config(**{**SMALL.__dict__, "compression": "bf16"})
+    config = Config(**{**CONFIG.__dict__, "compression": "bf16"})
     session = kvstore_training.attach(optimizer, model, LocalKVStore(), config)
     train(model, optimizer, 0, range(STEPS))
     session.flush()
     for step in range(STEPS):
         plain.zero_grad()
-        rounded(inputs(step, 0)).square().mean().backward()
+        rounded(inputs(step)).square().mean().backward()
         for parameter in rounded.parameters():
             assert parameter.grad is not None
             parameter.grad = parameter.grad.bfloat16().float()
@@ -141,7 +128,7 @@ def test_an_error_of_the_store_is_raised_where_the_user_waits() -> None:
 
     def worker(rank: int) -> str:
         optimizer = sgd(models[rank])
-        session = kvstore_training.attach(optimizer, models[rank], views[rank], SMALL)
+        session = kvstore_training.attach(optimizer, models[rank], views[rank], CONFIG)
         train(models[rank], optimizer, rank, range(2))
         session.flush()
         if rank:

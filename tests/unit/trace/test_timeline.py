@@ -11,33 +11,40 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bytesched.commands.report import main
 from bytesched.errors import ConfigError
-from bytesched.observe import Observers
 from bytesched.trace.reading import (
     ANCHOR,
-    covered,
     load_events,
     merge_traces,
     read_traces,
-    subtract,
-    union,
 )
 from bytesched.trace.timeline import Timeline, TraceFile
 
 MS = 1_000_000
 
 
+@pytest.fixture
+def timeline(tmp_path: Path) -> Timeline:
+    return Timeline(tmp_path)
+
+
 def events_of(timeline: Timeline) -> list[dict[str, Any]]:
     events = json.loads(timeline.path.read_text())
     assert isinstance(events, list)
     return events
+
+
+def closed(timeline: Timeline) -> list[dict[str, Any]]:
+    """Its events, when it is closed."""
+    timeline.close()
+    return events_of(timeline)
 
 
 def slices(events: list[dict[str, Any]], track: str) -> list[dict[str, Any]]:
@@ -64,17 +71,19 @@ def test_file_is_whole_json_after_every_step_and_after_close(tmp_path: Path) -> 
         record_iteration(timeline, step, start_ns + step * 50 * MS, crossing=False)
         assert len(slices(events_of(timeline), "send")) == 2 * (step + 1)
     timeline.close()
-    timeline.close()
-    assert len(slices(events_of(timeline), "send")) == 60
+    assert len(slices(closed(timeline), "send")) == 60
     assert timeline.path.read_bytes().endswith(b"}\n]\n")
     assert [path.name for path in tmp_path.iterdir()] == ["rank3.trace.json"]
 
 
-def test_process_and_threads_are_named_and_sorted(tmp_path: Path) -> None:
+def test_process_and_threads_are_named_and_sorted_and_no_other_ranks(tmp_path: Path) -> None:
     timeline = Timeline(tmp_path, rank=2)
     record_iteration(timeline, 0, time.perf_counter_ns(), crossing=False)
-    timeline.close()
-    events = events_of(timeline)
+    events = closed(timeline)
+    other_timeline = Timeline(tmp_path, rank=1)
+    record_iteration(other_timeline, 0, time.perf_counter_ns(), crossing=False)
+    other = closed(other_timeline)
+    assert not {event["tid"] for event in events} & {event["tid"] for event in other}
     assert {event["pid"] for event in events} == {2}
     metadata = [event for event in events if event["ph"] == "M"]
     facts = {event["name"]: event["args"] for event in metadata}
@@ -90,18 +99,7 @@ def test_process_and_threads_are_named_and_sorted(tmp_path: Path) -> None:
     assert {event["tid"] for event in slices(events, "send")} <= names.keys()
 
 
-def test_two_ranks_share_no_thread_id(tmp_path: Path) -> None:
-    threads = []
-    for rank in (0, 1):
-        timeline = Timeline(tmp_path, rank=rank)
-        record_iteration(timeline, 0, time.perf_counter_ns(), crossing=False)
-        timeline.close()
-        threads.append({event["tid"] for event in events_of(timeline)})
-    assert not threads[0] & threads[1]
-
-
-def test_times_are_exact_to_the_nanosecond(tmp_path: Path) -> None:
-    timeline = Timeline(tmp_path)
+def test_times_are_exact_to_the_nanosecond(timeline: Timeline) -> None:
     start_ns = time.perf_counter_ns() + 3_600_000_000_001
     timeline.on_span("send", "a", start_ns, start_ns + 1_234_567)
     timeline.close()
@@ -112,8 +110,7 @@ def test_times_are_exact_to_the_nanosecond(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_slices_of_a_thread_are_apart(tmp_path: Path, seed: int) -> None:
-    timeline = Timeline(tmp_path)
+def test_slices_of_a_thread_are_apart(timeline: Timeline, seed: int) -> None:
     chance = random.Random(seed)
     at_ns = time.perf_counter_ns()
     for step in range(5):
@@ -122,8 +119,7 @@ def test_slices_of_a_thread_are_apart(tmp_path: Path, seed: int) -> None:
             timeline.on_span("send", f"c{chunk}", start_ns, start_ns + chance.randrange(20 * MS))
         at_ns += 40 * MS  # less than a batch spans: a step may end while chunks are in flight
         timeline.on_step(step, at_ns)
-    timeline.close()
-    sent = slices(events_of(timeline), "send")
+    sent = slices(closed(timeline), "send")
     assert len(sent) == 200
     by_thread: dict[int, list[tuple[int, int]]] = {}
     for event in sent:
@@ -134,18 +130,17 @@ def test_slices_of_a_thread_are_apart(tmp_path: Path, seed: int) -> None:
         assert all(end <= start for (_, end), (start, _) in pairwise(sorted(spans)))
 
 
-def test_lanes_are_used_again(tmp_path: Path) -> None:
-    timeline = Timeline(tmp_path)
+def test_lanes_are_used_again(timeline: Timeline) -> None:
     for round_ in range(50):
         for at_ns in (0, 10, 20):
             timeline.on_span("send", "a", 100 * round_ + at_ns, 100 * round_ + at_ns + 30)
         timeline.on_step(round_, 100 * round_ + 60)
-    timeline.close()
-    assert len({event["tid"] for event in slices(events_of(timeline), "send")}) == 3
+    assert len({event["tid"] for event in slices(closed(timeline), "send")}) == 3
 
 
-def test_arguments_that_json_does_not_know_are_written_as_text(tmp_path: Path) -> None:
-    timeline = Timeline(tmp_path)
+def test_arguments_that_json_does_not_know_are_written_as_text(
+    timeline: Timeline, tmp_path: Path
+) -> None:
     now_ns = time.perf_counter_ns()
     odd = {"nan": float("nan"), "path": tmp_path, "quote": '"\n\u2028é'}
     timeline.on_span("send", 'a"b\\\né' * 100, now_ns, now_ns + 1, odd)
@@ -165,8 +160,7 @@ def test_arguments_that_json_does_not_know_are_written_as_text(tmp_path: Path) -
     assert backwards["dur"] > 0
 
 
-def test_hooks_from_many_threads_lose_nothing(tmp_path: Path) -> None:
-    timeline = Timeline(tmp_path)
+def test_hooks_from_many_threads_lose_nothing(timeline: Timeline) -> None:
     threads, spans = 6, 500
     go = threading.Barrier(threads + 1)
 
@@ -184,16 +178,14 @@ def test_hooks_from_many_threads_lose_nothing(tmp_path: Path) -> None:
     while any(worker.is_alive() for worker in workers):
         timeline.on_step(step, time.perf_counter_ns())
         step += 1
-    timeline.close()
-    events = events_of(timeline)
+    events = closed(timeline)
     names = [event["name"] for event in slices(events, "queue") if "." in event["name"]]
     assert len(names) == len(set(names)) == threads * spans
 
 
 def test_a_hook_makes_few_calls_and_a_step_one_write(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    timeline: Timeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    timeline = Timeline(tmp_path)
     writes: list[int] = []
     pwrite = os.pwrite
 
@@ -222,8 +214,7 @@ def test_memory_is_bounded_and_the_loss_is_told(tmp_path: Path) -> None:
     for chunk in range(250):
         timeline.on_span("send", "a", chunk * 10, chunk * 10 + 5)
     assert "100 pending, 150 dropped" in repr(timeline)
-    timeline.close()
-    events = events_of(timeline)
+    events = closed(timeline)
     assert len(slices(events, "send")) == 100
     assert [e["args"] for e in events if e["name"] == "dropped events"] == [{"count": 150}]
 
@@ -245,9 +236,8 @@ def test_a_full_file_ends_the_trace_and_stays_valid(
 
 
 def test_a_disk_that_fails_ends_the_trace_not_the_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    timeline: Timeline, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    timeline = Timeline(tmp_path)
     record_iteration(timeline, 0, time.perf_counter_ns(), crossing=False)
 
     def fail(*_: Any) -> int:
@@ -261,8 +251,7 @@ def test_a_disk_that_fails_ends_the_trace_not_the_training(
     assert len(slices(events_of(timeline), "send")) == 2
 
 
-def test_hooks_after_close_do_nothing(tmp_path: Path) -> None:
-    timeline = Timeline(tmp_path)
+def test_hooks_after_close_do_nothing(timeline: Timeline) -> None:
     record_iteration(timeline, 0, time.perf_counter_ns(), crossing=False)
     timeline.close()
     before = timeline.path.read_bytes()
@@ -271,8 +260,7 @@ def test_hooks_after_close_do_nothing(tmp_path: Path) -> None:
     assert timeline.path.read_bytes() == before
 
 
-def test_a_forked_child_does_not_write(tmp_path: Path) -> None:
-    timeline = Timeline(tmp_path)
+def test_a_forked_child_does_not_write(timeline: Timeline) -> None:
     record_iteration(timeline, 0, time.perf_counter_ns(), crossing=False)
     before = timeline.path.read_bytes()
     child = os.fork()
@@ -317,15 +305,6 @@ def test_a_file_of_another_program_is_not_overwritten(tmp_path: Path) -> None:
             path.write_text(text)
         Timeline(tmp_path).close()
         assert load_events(path)
-
-
-def test_it_is_an_observer(tmp_path: Path) -> None:
-    timeline = Timeline(tmp_path)
-    observers = Observers([timeline])
-    observers.on_span("send", "a", 1, 2)
-    observers.on_step(0, 3)
-    observers.close()
-    assert len(slices(events_of(timeline), "send")) == 1
 
 
 WRITER = """
@@ -392,10 +371,9 @@ def two_ranks(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_merge_puts_ranks_on_one_clock(two_ranks: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_merge_puts_ranks_on_one_clock(two_ranks: Path, said: Callable[..., str]) -> None:
     output = two_ranks / "all.json"
-    assert main([str(two_ranks), "-o", str(output)]) == 0
-    assert "2 ranks" in capsys.readouterr().out
+    assert "2 ranks" in said("report", two_ranks, "-o", output)
     merged = json.loads(output.read_text())["traceEvents"]
     for rank in (0, 1):
         alone, _ = load_events(two_ranks / f"rank{rank}.trace.json")
@@ -406,9 +384,7 @@ def test_merge_puts_ranks_on_one_clock(two_ranks: Path, capsys: pytest.CaptureFi
                 assert after["ts"] - before["ts"] == pytest.approx(20_000 * rank, abs=0.01)
 
 
-def test_merge_names_and_skips_what_is_no_trace(
-    two_ranks: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_merge_names_and_skips_what_is_no_trace(two_ranks: Path, said: Callable[..., str]) -> None:
     cut = two_ranks / "rank1.trace.json"
     text = cut.read_text()
     cut.write_text(text[: len(text) - 150])
@@ -419,8 +395,7 @@ def test_merge_names_and_skips_what_is_no_trace(
     (two_ranks / "rank6.trace.json").write_text((two_ranks / "rank0.trace.json").read_text())
     (two_ranks / "rank7.trace.json").mkdir()
     output = two_ranks / "all.json"
-    assert main([str(two_ranks), "-o", str(output)]) == 0
-    complaints = capsys.readouterr().err
+    complaints = said("report", two_ranks, "-o", output)
     assert "rank1.trace.json: cut off" in complaints
     for rank in range(2, 8):
         assert f"rank{rank}.trace.json: left out" in complaints
@@ -428,40 +403,35 @@ def test_merge_names_and_skips_what_is_no_trace(
     assert {event["pid"] for event in merged} == {0, 1}
 
 
-def test_merge_refuses_when_nothing_is_usable(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_merge_refuses_when_nothing_is_usable(tmp_path: Path, said: Callable[..., str]) -> None:
     output = tmp_path / "all.json"
-    assert main([str(tmp_path / "no.json"), "-o", str(output)]) == 1
-    complaints = capsys.readouterr().err
+    assert merge_traces([]) == ([], [])
+    complaints = said("report", tmp_path / "no.json", "-o", output, code=1)
     assert "no.json: left out" in complaints
     assert "nothing to merge" in complaints
-    assert main([str(tmp_path), "-o", str(output)]) == 1
-    assert "holds no rank*.trace.json" in capsys.readouterr().err
+    assert "holds no rank*.trace.json" in said("report", tmp_path, "-o", output, code=1)
     assert not output.exists()
 
 
 def test_merge_refuses_a_merged_trace_and_an_output_that_cannot_be(
-    two_ranks: Path, capsys: pytest.CaptureFixture[str]
+    two_ranks: Path, said: Callable[..., str]
 ) -> None:
-    output = str(two_ranks / "all.json")
-    assert main([str(two_ranks), "-o", output]) == 0
-    assert main([output, "-o", output + ".json"]) == 1
-    assert "already a merged trace" in capsys.readouterr().err
-    assert main([str(two_ranks), "-o", str(two_ranks / "no" / "all.json")]) == 1
-    assert "No such file or directory" in capsys.readouterr().err
+    output, nowhere = two_ranks / "all.json", two_ranks / "no" / "all.json"
+    said("report", two_ranks, "-o", output)
+    assert "already a merged trace" in said("report", output, "-o x.json", code=1)
+    assert "No such file or directory" in said("report", two_ranks, "-o", nowhere, code=1)
 
 
-def test_merged_order_of_ranks_is_by_number(tmp_path: Path) -> None:
+def test_merged_order_of_ranks_is_by_number(tmp_path: Path, said: Callable[..., str]) -> None:
     for rank in (10, 9):
         Timeline(tmp_path, rank=rank).close()
-    assert main([str(tmp_path), "-o", str(tmp_path / "out.json")]) == 0
+    said("report", tmp_path, "-o", tmp_path / "out.json")
     merged = json.loads((tmp_path / "out.json").read_text())["traceEvents"]
     assert list(dict.fromkeys(event["pid"] for event in merged)) == [9, 10]
 
 
 def test_summary_prints_means_and_the_slowest_steps(
-    two_ranks: Path, capsys: pytest.CaptureFixture[str]
+    two_ranks: Path, said: Callable[..., str]
 ) -> None:
     plain, crossing = (read_traces(two_ranks / f"rank{rank}.trace.json")[0] for rank in (0, 1))
     # Sends last from 21 to 50 ms after the start of each iteration of 60 ms.
@@ -471,13 +441,12 @@ def test_summary_prints_means_and_the_slowest_steps(
         assert iteration.crossed_ms == 0
     for iteration in crossing.iterations():
         assert iteration.crossed_ms == pytest.approx(20)
-    merged = str(two_ranks / "all.json")
-    assert main([str(two_ranks), "-o", merged]) == 0
-    capsys.readouterr()
-    assert main([merged, "--slowest", "2"]) == 0
-    shown = capsys.readouterr().out
-    assert main([str(two_ranks), "--slowest", "2"]) == 0
-    assert capsys.readouterr().out == shown, "of a folder as of what it is merged to"
+    merged = two_ranks / "all.json"
+    said("report", two_ranks, "-o", merged)
+    shown = said("report", merged, "--slowest 2")
+    assert said("report", two_ranks, "--slowest 2") == shown, (
+        "of a folder as of what it is merged to"
+    )
     means, slowest = shown.split("\n\n")[:2]
     _, titles, *rows = (line.split() for line in means.splitlines())
     assert titles[:4] == ["rank", "step", "step", "ms"]
@@ -486,60 +455,23 @@ def test_summary_prints_means_and_the_slowest_steps(
     assert rows[0][-1] == "0.00"
     assert rows[1][-1] == "20.00"
     assert len(slowest.splitlines()) == 2 + 2
-    assert main([merged, "--all"]) == 0
-    assert len(capsys.readouterr().out.splitlines()) == 2 + 2 * 3
-    assert main([merged, "--slowest", "0"]) == 0
-    assert "slowest" not in capsys.readouterr().out
+    assert len(said("report", merged, "--all").splitlines()) == 2 + 2 * 3
+    assert "slowest" not in said("report", merged, "--slowest 0")
 
 
-def test_the_slowest_steps_come_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    timeline = Timeline(tmp_path)
+def test_the_slowest_steps_come_first(timeline: Timeline, said: Callable[..., str]) -> None:
     start_ns = time.perf_counter_ns()
     for step, at_ms in enumerate((0, 10, 40, 60)):
         timeline.on_step(step, start_ns + at_ms * MS)
     timeline.close()
-    assert main([str(timeline.path), "--slowest", "2"]) == 0
-    slowest = capsys.readouterr().out.split("\n\n")[1].splitlines()
+    slowest = said("report", timeline.path, "--slowest 2").split("\n\n")[1].splitlines()
     assert [line.split()[1:3] for line in slowest[2:]] == [["2", "30.00"], ["3", "20.00"]]
 
 
-def test_summary_of_nothing_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    timeline = Timeline(tmp_path)
+def test_summary_of_nothing_fails(
+    timeline: Timeline, tmp_path: Path, said: Callable[..., str]
+) -> None:
     timeline.close()
-    assert main([str(timeline.path)]) == 1
-    assert "no whole iteration" in capsys.readouterr().err
+    assert "no whole iteration" in said("report", timeline.path, code=1)
     (tmp_path / "other.json").write_text("[1, 2]")
-    assert main([str(tmp_path / "other.json")]) == 1
-    assert "other.json" in capsys.readouterr().err
-
-
-def test_exposed_wait_is_where_the_link_is_busy_and_nothing_computes(tmp_path: Path) -> None:
-    timeline = Timeline(tmp_path)
-    start_ns = time.perf_counter_ns()
-    for step in range(3):
-        at_ns = start_ns + step * 60 * MS
-        timeline.on_span("backward", "b", at_ns, at_ns + 30 * MS)
-        timeline.on_span("send", "a", at_ns + 10 * MS, at_ns + 50 * MS)
-        timeline.on_step(step, at_ns + 55 * MS)
-    timeline.close()
-    (trace,) = read_traces(timeline.path)
-    assert [i.exposed_wait_ms for i in trace.iterations()] == pytest.approx([20, 20])
-
-
-def test_covered_is_the_length_of_the_union() -> None:
-    assert covered([(0, 10), (5, 12), (20, 21), (6, 7)]) == 13
-    assert covered([]) == 0
-
-
-def test_interval_arithmetic() -> None:
-    assert union([(3, 4), (0, 1), (1, 2), (5, 5)]) == [(0, 2), (3, 4)]
-    assert union([(0, 1), (1.5, 2)], gap=0.5) == [(0, 2)]
-    assert subtract([(0, 10), (20, 30)], [(-1, 1), (4, 5), (9, 21), (40, 50)]) == [
-        (1, 4),
-        (5, 9),
-        (21, 30),
-    ]
-
-
-def test_merge_of_no_files_is_empty() -> None:
-    assert merge_traces([]) == ([], [])
+    assert "other.json" in said("report", tmp_path / "other.json", code=1)

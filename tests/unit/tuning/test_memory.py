@@ -22,8 +22,12 @@ from bytesched.tuning.file import TuningFile
 from bytesched.tuning.memory import Memory
 
 
-def test_it_is_found_again(tmp_path: Path) -> None:
-    memory = Memory(folder=tmp_path)
+@pytest.fixture
+def memory(tmp_path: Path) -> Memory:
+    return Memory(folder=tmp_path)
+
+
+def test_it_is_found_again(memory: Memory, tmp_path: Path) -> None:
     path = memory.save(DONE)
     assert path is not None
     assert path.parent == tmp_path
@@ -54,16 +58,14 @@ def test_it_is_found_again(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_the_same_case(
-    change: dict[str, object], same: bool, near: bool, tmp_path: Path
+    memory: Memory, change: dict[str, object], same: bool, near: bool
 ) -> None:
-    memory = Memory(folder=tmp_path)
     memory.save(DONE)
     found, others = memory.find(replace(FINGERPRINT, **change))  # type: ignore[arg-type]
     assert (found is not None, bool(others)) == (same, near)
 
 
-def test_one_file_per_case(tmp_path: Path) -> None:
-    memory = Memory(folder=tmp_path)
+def test_one_file_per_case(memory: Memory, tmp_path: Path) -> None:
     memory.save(DONE)
     again = replace(DONE, fingerprint=replace(FINGERPRINT, bytes_per_s=1.3e8), setting=UNTUNED)
     memory.save(again)
@@ -74,8 +76,7 @@ def test_one_file_per_case(tmp_path: Path) -> None:
     assert found.setting == UNTUNED
 
 
-def test_of_several_links_the_like_one_is_found_or_the_nearest(tmp_path: Path) -> None:
-    memory = Memory(folder=tmp_path)
+def test_of_several_links_the_like_one_is_found_or_the_nearest(memory: Memory) -> None:
     for rate in (3e6, 2.7e7):
         memory.save(replace(DONE, fingerprint=replace(FINGERPRINT, bytes_per_s=rate)))
     for rate, nearest in ((3.5e6, 3e6), (6e6, 3e6), (1.6e7, 2.7e7), (2.7e7, 2.7e7), (1e9, 2.7e7)):
@@ -84,8 +85,7 @@ def test_of_several_links_the_like_one_is_found_or_the_nearest(tmp_path: Path) -
         assert (found.fingerprint.bytes_per_s, near) == (nearest, [])
 
 
-def test_one_that_runs_is_kept_but_not_used(tmp_path: Path) -> None:
-    memory = Memory(folder=tmp_path)
+def test_one_that_runs_is_kept_but_not_used(memory: Memory) -> None:
     memory.save(RUNNING)
     assert [tuning.state for _, tuning in memory.entries()] == ["running"]
     assert memory.find(FINGERPRINT) == (None, [])
@@ -105,9 +105,10 @@ def test_one_that_runs_replaces_nothing_that_was_found(tmp_path: Path) -> None:
     assert memory.find(other)[0] is not None
 
 
-def test_many_files_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_files_are_read_once(
+    memory: Memory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """All ranks wait while rank 0 saves a trial."""
-    memory = Memory(folder=tmp_path)
     for number in range(9):
         fingerprint = replace(FINGERPRINT, signature=f"model {number}")
         Memory(folder=tmp_path).save(replace(DONE, fingerprint=fingerprint))
@@ -153,9 +154,8 @@ def test_a_foreign_file_is_named_and_left_alone(
 
 
 def test_a_damaged_file_of_the_cache_is_replaced(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    memory: Memory, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    memory = Memory(folder=tmp_path)
     path = memory.save(DONE)
     assert path is not None
     path.write_text(path.read_text()[:200])
@@ -178,19 +178,6 @@ def test_a_file_with_any_wrong_field_is_no_tuning(data: st.DataObject) -> None:
         return
     taken = isinstance(owner[name], str) or (name, owner[name]) == ("trials", [])
     assert taken, f"{name} = {owner[name]!r} was taken"
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "named"),
-    [("policy", 1, "policy"), ("partition_bytes", 3, "partition_bytes")],
-)
-def test_values_of_a_setting_are_checked_like_the_users(
-    name: str, value: object, named: str
-) -> None:
-    content = DONE.to_json()
-    content["setting"][name] = value
-    with pytest.raises(ValueError, match=named):
-        TuningFile.of(json.loads(json.dumps(content)))
 
 
 def test_what_cannot_be_written_is_no_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -237,8 +224,7 @@ def _writer(folder: Path, number: int) -> subprocess.Popen[str]:
 
 
 @pytest.mark.procs
-def test_concurrent_jobs_and_kills_leave_a_whole_file(tmp_path: Path) -> None:
-    memory = Memory(folder=tmp_path)
+def test_concurrent_jobs_and_kills_leave_a_whole_file(memory: Memory, tmp_path: Path) -> None:
     path = memory.save(DONE)
     assert path is not None
     seen = set()

@@ -18,11 +18,24 @@ from tuning_cluster import Cluster, Link, exact_step_s, train, tuner_on
 from bytesched.config import Config
 from bytesched.errors import ConfigError
 from bytesched.tunable import Decision, Setting, Steps
+from bytesched.tuning.file import TuningFile
 from bytesched.tuning.memory import Memory
 from bytesched.tuning.online import OnlineTuner, find_tuner
 from bytesched.tuning.space import Limits, Range
 
 MIB = 1 << 20
+
+
+Known = tuple[Memory, TuningFile]
+
+
+@pytest.fixture
+def known(tmp_path: Path) -> Known:
+    """A memory, and what it has of the cluster as it comes."""
+    cluster, memory = Cluster(), Memory(folder=tmp_path)
+    train(cluster, tuner_on(cluster, tmp_path), 200)
+    ((_, tuning),) = memory.entries()
+    return memory, tuning
 
 
 @pytest.fixture(autouse=True)
@@ -58,11 +71,8 @@ def test_from_the_first_step_to_a_file_that_is_used(
 
 
 @pytest.mark.nightly
-def test_what_was_tuned_for_other_steps_is_tuned_again(tmp_path: Path) -> None:
-    cluster = Cluster()
-    train(cluster, tuner_on(cluster, tmp_path), 200)
-    memory = Memory(folder=tmp_path)
-    ((_, tuning),) = memory.entries()
+def test_what_was_tuned_for_other_steps_is_tuned_again(tmp_path: Path, known: Known) -> None:
+    memory, tuning = known
     memory.save(replace(tuning, step_ms=4 * tuning.step_ms))
     larger = Cluster()
     train(larger, tuner_on(larger, tmp_path), 400)
@@ -71,29 +81,24 @@ def test_what_was_tuned_for_other_steps_is_tuned_again(tmp_path: Path) -> None:
     assert again.step_ms == pytest.approx(tuning.step_ms, rel=0.05)
 
 
-def test_a_noisy_probe_of_a_known_link_tunes_nothing_again(tmp_path: Path) -> None:
-    cluster = Cluster()
-    found = train(cluster, tuner_on(cluster, tmp_path), 200).setting
-    memory = Memory(folder=tmp_path)
-    ((path, tuning),) = memory.entries()
+def test_a_noisy_probe_of_a_known_link_tunes_nothing_again(tmp_path: Path, known: Known) -> None:
+    memory, tuning = known
+    ((path, _),) = memory.entries()
     path.unlink()
     memory = Memory(folder=tmp_path)
     rate = tuning.fingerprint.bytes_per_s / 9
     memory.save(replace(tuning, fingerprint=replace(tuning.fingerprint, bytes_per_s=rate)))
     again = Cluster(seed=1)
-    assert train(again, tuner_on(again, tmp_path), 300).setting == found
-    assert set(again.history) == {found}
+    assert train(again, tuner_on(again, tmp_path), 300).setting == tuning.setting
+    assert set(again.history) == {tuning.setting}
     assert len(list(memory.entries())) == 1
 
 
 @pytest.mark.nightly
 def test_a_setting_from_a_file_that_would_never_end_is_not_used(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, known: Known, caplog: pytest.LogCaptureFixture
 ) -> None:
-    cluster = Cluster()
-    train(cluster, tuner_on(cluster, tmp_path), 200)
-    memory = Memory(folder=tmp_path)
-    ((_, tuning),) = memory.entries()
+    memory, tuning = known
     unusable = Setting(16, 64), Setting(MIB, MIB, "nosuch")
     for setting in unusable:
         memory.save(replace(tuning, setting=setting))
@@ -107,39 +112,33 @@ def test_a_setting_from_a_file_that_would_never_end_is_not_used(
 
 
 @pytest.mark.nightly
-def test_another_model_on_the_same_cluster_begins_near(tmp_path: Path) -> None:
-    cluster = Cluster("gpt")
-    train(cluster, tuner_on(cluster, tmp_path), 200)
-    memory = Memory(folder=tmp_path)
-    ((_, tuning),) = memory.entries()
-    known = Setting(3 * MIB, 9 * MIB)
-    memory.save(replace(tuning, setting=known))
+def test_another_model_on_the_same_cluster_begins_near(tmp_path: Path, known: Known) -> None:
+    memory, tuning = known
+    near = Setting(3 * MIB, 9 * MIB)
+    memory.save(replace(tuning, setting=near))
     other = Cluster("vgg")
     train(other, tuner_on(other, tmp_path), 60)
     tried = list(dict.fromkeys(other.history))
     assert tried[0] == other.facts().untuned
-    assert tried[1] == known
+    assert tried[1] == near
 
 
 @pytest.mark.nightly
-def test_of_many_models_the_most_alike_are_tried(tmp_path: Path) -> None:
+def test_of_many_models_the_most_alike_are_tried(tmp_path: Path, known: Known) -> None:
     """Each costs a trial, and the search has more to try than what others have found."""
-    cluster = Cluster()
-    train(cluster, tuner_on(cluster, tmp_path), 200)
-    memory = Memory(folder=tmp_path)
-    ((_, tuning),) = memory.entries()
-    known = [Setting(n << 18, (2 * n + 1) << 18) for n in range(3, 12)]
-    for number, setting in enumerate(known):
+    memory, tuning = known
+    found = [Setting(n << 18, (2 * n + 1) << 18) for n in range(3, 12)]
+    for number, setting in enumerate(found):
         nbytes = tuning.fingerprint.model_bytes << number
         other = replace(tuning.fingerprint, signature=f"model {number}", model_bytes=nbytes)
         memory.save(replace(tuning, fingerprint=other, setting=setting))
     last = replace(tuning.fingerprint, framework="torch 2.12.0")
-    memory.save(replace(tuning, fingerprint=last, setting=known[-1]))
+    memory.save(replace(tuning, fingerprint=last, setting=found[-1]))
     again = Cluster(seed=1)
     train(again, tuner_on(again, tmp_path), 140, framework="torch 2.14.0")
     tried = list(dict.fromkeys(again.history))
-    assert known[-1] in tried[1:3], "the same model under another torch comes first"
-    assert len(set(tried) & set(known)) <= 2
+    assert found[-1] in tried[1:3], "the same model under another torch comes first"
+    assert len(set(tried) & set(found)) <= 2
 
 
 def test_the_log_tells_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -152,19 +151,6 @@ def test_the_log_tells_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> N
     assert any("done in" in line and str(tmp_path) in line for line in lines)
     assert lines[-1].startswith("tuning: to fix it: BYTESCHED_PARTITION_BYTES=")
     assert max(map(len, lines)) < 220
-
-
-@pytest.mark.nightly
-def test_limits_hold_and_what_they_exclude_is_not_taken_from_memory(tmp_path: Path) -> None:
-    cluster = Cluster()
-    train(cluster, tuner_on(cluster, tmp_path), 200)
-    narrow = Limits(Range(4 * MIB, 8 * MIB))
-    other = Cluster()
-    untuned = Setting(4 * MIB, 8 * MIB)
-    train(other, tuner_on(other, tmp_path, narrow), 100, untuned=untuned)
-    sizes = {setting.partition_bytes for setting in other.history}
-    assert min(sizes) >= 4 * MIB
-    assert max(sizes) <= 8 * MIB
 
 
 def test_one_chunk_is_not_tuned(tmp_path: Path) -> None:

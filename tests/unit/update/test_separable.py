@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib import metadata
 from typing import Any
 
@@ -39,19 +39,6 @@ def test_classes_of_torch_are_known(kind: Any) -> None:
     assert why_not_deferred(optimizer, kind) == ""
 
 
-def replacing(name: str) -> Callable[[pytest.MonkeyPatch, Any], None]:
-    def replace(patch: pytest.MonkeyPatch, owner: Any) -> None:
-        original = getattr(owner, name)
-
-        @functools.wraps(original)
-        def other(*args: Any, **kwargs: Any) -> Any:
-            return original(*args, **kwargs)
-
-        patch.setattr(owner, name, other)
-
-    return replace
-
-
 @pytest.mark.parametrize(
     ("owner", "name"),
     [
@@ -67,7 +54,13 @@ def test_code_that_was_replaced_is_not_known(
     monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, made: str
 ) -> None:
     early = Adam(weights())
-    replacing(name)(monkeypatch, owner)
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def other(*args: Any, **kwargs: Any) -> Any:
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, other)
     # A new one has its class's step hooked again, whatever that is.
     optimizer = Adam(weights()) if made == "after" else early
     assert "has been replaced" in why_not_deferred(optimizer, Adam)

@@ -28,47 +28,6 @@ def grouped(model: nn.Module) -> Optimizer:
     return torch.optim.SGD(groups, lr=0.1)
 
 
-@pytest.mark.parametrize("optimizer_of", [sgd, adamw, grouped])
-def test_it_returns_while_all_is_on_the_wire(loopback: Loopback, optimizer_of: Any) -> None:
-    ours, plain = Training(loopback, optimizer_of), Training(None, optimizer_of)
-    ours.train(2)
-    ours.flush()
-    before = ours.crossed_steps()
-    loopback.hold()
-    ours.train()
-    assert all(is_held(parameter) for parameter in ours.model.parameters())
-    assert ours.crossed_steps() == before + 1
-    loopback.release()
-    plain.train(3)
-    check_equal(ours, plain)
-    assert ours.session is not None
-    ours.session.close()
-    check_equal(ours, plain)
-
-
-def test_what_is_reduced_is_updated_at_once(ours: Training, plain: Training) -> None:
-    before = ours.crossed_steps()
-    ours.backward()
-    assert ours.session is not None
-    ours.session.wait_reduced()
-    ours.optimizer.step()
-    assert not any(is_held(parameter) for parameter in ours.model.parameters())
-    assert ours.crossed_steps() == before
-    plain.train()
-    check_equal(ours, plain)
-
-
-def test_hyperparameters_are_those_of_the_step(
-    loopback: Loopback, ours: Training, plain: Training
-) -> None:
-    loopback.hold()
-    ours.train()
-    ours.optimizer.param_groups[0]["lr"] = 1000.0
-    loopback.release()
-    plain.train()
-    check_equal(ours, plain)
-
-
 def test_what_other_processes_have_is_updated_at_once(
     loopback: Loopback, ours: Training, plain: Training
 ) -> None:
@@ -182,15 +141,6 @@ def test_the_users_hooks_run_beside_a_closure(ours: Training, plain: Training, m
     check_equal(ours, plain)
 
 
-def test_a_schedule_steps_beside_closures(ours: Training, plain: Training) -> None:
-    for training in (ours, plain):
-        schedule = torch.optim.lr_scheduler.ExponentialLR(training.optimizer, 0.5)
-        for seed in range(3):
-            training.optimizer.step(evaluating(training, seed))
-            schedule.step()
-    check_equal(ours, plain)
-
-
 @pytest.mark.parametrize("backward", [False, True])
 def test_a_closure_that_raises_leaves_training_as_it_would(
     ours: Training, plain: Training, backward: bool
@@ -296,100 +246,11 @@ def test_two_optimizers_over_one_forward_pass_of_the_root(loopback: Loopback) ->
     assert all(map(torch.equal, ours.state_dict().values(), plain.state_dict().values()))
 
 
-@pytest.mark.parametrize("first", ["whole", "other"])
-def test_one_that_steps_whole_leaves_the_others_alone(loopback: Loopback, first: str) -> None:
-    trained: list[Training] = []
-    for training in (Training(loopback), Training(None)):
-        weights = list(training.model.parameters())
-        other, whole = training.optimizer, torch.optim.SGD(weights[4:], lr=0.1)
-        other.param_groups[0]["params"] = weights[:4]
-        if training.session is not None:
-            training.session.add_optimizer(whole, type(whole), cross=False)
-        for step in range(4):
-            whole.zero_grad()
-            training.backward()
-            if training.session is not None and step == 3:
-                training.flush()
-                loopback.hold()
-                training.model(inputs(9)).square().mean().backward()
-            elif training.session is None and step == 3:
-                training.model(inputs(9)).square().mean().backward()
-            if first == "other":
-                other.step()
-                loopback.release()
-                whole.step()
-                if training.session is not None and step == 3:
-                    # It is updated by now, perhaps, and nobody has looked.
-                    assert is_held(weights[0])
-            else:
-                loopback.release()
-                whole.step()
-                other.step()
-        trained.append(training)
-    check_equal(*trained)
-
-
 def test_a_closure_under_loss_scaling_is_refused_as_torch_does(ours: Training) -> None:
     scaler = torch.amp.GradScaler("cpu")
     ours.backward()
     with pytest.raises(RuntimeError, match="Closure use is not currently supported"):
         scaler.step(ours.optimizer, closure=lambda: None)
-
-
-def test_a_gradient_of_the_users_is_stepped_at_once(
-    loopback: Loopback, ours: Training, plain: Training
-) -> None:
-    for training in (plain, ours):
-        if training is ours:
-            loopback.hold()
-        training.backward()
-        first, *_ = training.model.parameters()
-        first.grad = torch.ones_like(first.detach())
-    # It waits for the chunks of that parameter, or they would come after its update.
-    loopback.release()
-    for training in (ours, plain):
-        training.optimizer.step()
-    check_equal(ours, plain)
-
-
-def test_a_state_that_is_loaded_is_trained_on_with(
-    loopback: Loopback, ours: Training, plain: Training
-) -> None:
-    plain.train()
-    loopback.hold()
-    ours.train()
-    loopback.release()
-    # Loading alone would share the tensors.
-    ours.optimizer.load_state_dict(copy.deepcopy(plain.optimizer.state_dict()))
-    ours.train()
-    plain.train()
-    check_equal(ours, plain)
-
-
-def test_the_newest_optimizer_of_a_parameter_counts(loopback: Loopback) -> None:
-    """A script makes one for each phase, and may step one that it has kept."""
-
-    def train(model: nn.Sequential, wrap: Callable[[Optimizer], object]) -> None:
-        def step(optimizer: Optimizer, number: int) -> None:
-            optimizer.zero_grad()
-            model(inputs(number)).square().mean().backward()
-            optimizer.step()
-
-        kept = torch.optim.AdamW(model.parameters(), lr=0.01)
-        for phase in range(3):
-            newest = torch.optim.AdamW(model.parameters(), lr=0.01 * (phase + 1))
-            wrap(newest)
-            for number in range(3):
-                step(newest, number)
-            step(kept, 3)
-            kept = newest
-
-    model, plain = mlp(), mlp()
-    session = loopback.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1), **SMALL)
-    train(model, lambda optimizer: session.add_optimizer(optimizer, torch.optim.AdamW, cross=True))
-    train(plain, lambda optimizer: None)
-    assert all(map(torch.equal, model.parameters(), plain.parameters()))
-    session.close()
 
 
 def test_closed_the_optimizer_is_as_it_was(ours: Training, plain: Training) -> None:

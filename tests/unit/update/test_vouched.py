@@ -72,33 +72,6 @@ def test_an_attribute_is_that_of_the_step(loopback: Loopback) -> None:
     check_equal(ours, plain)
 
 
-def test_a_list_in_a_group_is_that_of_the_step(loopback: Loopback) -> None:
-    @bytesched.separable
-    class Listed(SGD):
-        @torch.no_grad()
-        def step(self, closure: Any = None) -> Any:
-            for group in self.param_groups:
-                for p in group["params"]:
-                    if p.grad is not None:
-                        p.add_(p.grad, alpha=-group["rates"][0])
-
-    def listed(model: nn.Module) -> Optimizer:
-        return Listed([{"params": list(model.parameters()), "rates": [0.1, torch.ones(())]}])
-
-    ours, plain = Training(loopback, listed), Training(None, listed)
-    ours.train(3)
-    ours.flush()
-    plain.train(3)
-    for training in (plain, ours):
-        if training is ours:
-            loopback.hold()
-        training.train()
-        training.optimizer.param_groups[0]["rates"][0] = 100.0
-    assert are_held(ours)
-    loopback.release()
-    check_equal(ours, plain)
-
-
 @pytest.mark.parametrize(
     ("args", "kwargs"), [((None, 0.25), {}), ((), {"scale": 0.25}), ((None,), {"scale": 0.25})]
 )
@@ -210,23 +183,6 @@ def test_an_update_that_waits_for_another_is_an_error_at_once(
     loopback.release()
     with pytest.raises(PluginError, match="does not update each parameter on its own"):
         ours.flush()
-
-
-def test_what_a_hook_after_the_step_changes_in_a_group_stays(loopback: Loopback) -> None:
-    def halving(model: nn.Module) -> SGD:
-        optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
-
-        def halve(*_: Any) -> None:
-            optimizer.param_groups[0]["lr"] *= 0.5
-
-        optimizer.register_step_post_hook(halve)
-        return optimizer
-
-    both = Training(loopback, halving), Training(None, halving)
-    for training in both:
-        training.train(4)
-    check_equal(*both)
-    assert both[0].optimizer.param_groups[0]["lr"] == both[1].optimizer.param_groups[0]["lr"]
 
 
 def test_a_checkpoint_that_was_loaded_and_is_kept_is_no_reason_to_wait(loopback: Loopback) -> None:

@@ -253,18 +253,6 @@ def test_settings_that_do_nothing_are_named(
     assert warned == ["TickTock does not use compression = 'fp16' (code)"]
 
 
-def test_switched_off_it_accumulates(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setenv("BYTESCHED_ENABLED", "0")
-    model = plain_model()
-    with caplog.at_level(logging.INFO, "bytesched"):
-        wave = TickTock(model, optimizer_of(model), loss_of, overlap=True)
-    assert "gradients are accumulated: enabled is off" in caplog.text
-    assert not wave.overlaps
-    wave.close()
-
-
 def test_unfreezing_under_way_is_refused() -> None:
     """Early waves would leave the gradients of the new ones out."""
     model = tied_model()
@@ -326,18 +314,6 @@ def test_trial_takes_turns_and_keeps_what_is_faster() -> None:
         assert trial.figures_ms() == (1e3 * beside_s, 1e3 * after_s)
 
 
-def test_steps_aside_on_one_core(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0})
-    model = plain_model()
-    with caplog.at_level(logging.INFO, "bytesched"):
-        wave = TickTock(model, optimizer_of(model), loss_of)
-    assert "waves are off, gradients are accumulated: this process has one core" in caplog.text
-    assert not wave.overlaps
-    wave.close()
-
-
 def test_counts_cores_where_processes_cannot_be_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on macOS."""
     monkeypatch.delattr("os.sched_getaffinity", raising=False)
@@ -348,7 +324,7 @@ def test_counts_cores_where_processes_cannot_be_bound(monkeypatch: pytest.Monkey
     wave.close()
 
 
-def test_says_on_stderr_that_it_steps_aside(
+def test_on_one_core_it_steps_aside_and_says_so_on_stderr(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """To a script that has set up no logging, and has not called bytesched.wrap."""
@@ -357,8 +333,12 @@ def test_says_on_stderr_that_it_steps_aside(
     monkeypatch.setattr(logging.getLogger("bytesched"), "level", logging.NOTSET)
     monkeypatch.setattr(logging.getLogger(), "handlers", [])
     model = plain_model()
-    TickTock(model, optimizer_of(model), loss_of).close()
-    assert "waves are off" in capsys.readouterr().err
+    wave = TickTock(model, optimizer_of(model), loss_of)
+    assert not wave.overlaps
+    wave.close()
+    assert "waves are off, gradients are accumulated: this process has one core" in (
+        capsys.readouterr().err
+    )
 
 
 def test_a_step_that_cannot_begin_leaves_no_hook(monkeypatch: pytest.MonkeyPatch) -> None:

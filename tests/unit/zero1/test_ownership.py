@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from math import prod
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 
 from bytesched.errors import PluginError
 from bytesched.plugins.planned.bundles import Slot
-from bytesched.plugins.zero1.checkpoint import boxes_of
 from bytesched.plugins.zero1.ownership import Ownership, Part
 
 SHAPES = [(7,), (256, 128), (3, 5), (300, 301), (64,), (1, 1)]
@@ -77,22 +73,3 @@ def test_a_part_is_a_view_of_its_elements() -> None:
     slot.parameter.data = slot.parameter.data.t().contiguous().t()
     with pytest.raises(PluginError, match="set memory formats before the first backward pass"):
         part.take(gradient)
-
-
-ANY_SHAPE = st.lists(st.integers(1, 6), max_size=4)
-
-
-@given(ANY_SHAPE, st.data())
-def test_boxes_are_the_elements_of_a_range_in_their_order(
-    shape: list[int], data: st.DataObject
-) -> None:
-    start = data.draw(st.integers(0, prod(shape)))
-    stop = data.draw(st.integers(start, prod(shape)))
-    numbers = torch.arange(prod(shape)).view(shape)
-    boxes = list(boxes_of(shape, start, stop))
-    found = [
-        numbers[tuple(slice(a, a + n) for a, n in zip(offsets, sizes, strict=True))].flatten()
-        for offsets, sizes in boxes
-    ]
-    assert torch.cat([torch.arange(0), *found]).tolist() == list(range(start, stop))
-    assert len(boxes) <= max(1, 2 * len(shape) - 1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from itertools import chain, pairwise
+from itertools import pairwise
 
 import pytest
 import torch
@@ -13,7 +13,6 @@ from torch import nn
 
 from bytesched.errors import ConfigError, PluginError
 from bytesched.plugins import moe
-from bytesched.plugins.moe.exchange import cut, number_of_pieces
 
 
 @pytest.mark.parametrize("is_linear", [False, True])
@@ -31,25 +30,6 @@ def test_the_temperature_falls_from_first_to_last_and_stays(is_linear: bool) -> 
 def test_a_temperature_that_cannot_fall_is_refused(wrong: tuple[int, float, float]) -> None:
     with pytest.raises(ConfigError, match="first >= last > 0"):
         moe.Temperature(*wrong)
-
-
-@given(st.integers(1, 9), st.integers(1, 20), st.lists(st.integers(0, 50), min_size=9, max_size=9))
-def test_pieces_are_all_tokens_once_and_experts_whole_where_they_can(
-    experts: int, pieces: int, counts: list[int]
-) -> None:
-    cuts = cut(experts, pieces)
-    assert 1 <= len(cuts) <= pieces
-    for expert in range(experts):
-        tokens = [list(piece.of(counts[expert])) for piece in cuts if expert in piece.experts]
-        assert list(chain(*tokens)) == list(range(counts[expert]))
-        assert pieces > experts or len(tokens) == 1
-    assert all(piece.experts for piece in cuts)
-
-
-def test_pieces_follow_the_bytes_of_the_busiest_rank() -> None:
-    assert number_of_pieces([0, 0], 100, 4) == 1
-    assert number_of_pieces([0, 101], 100, 4) == 2
-    assert number_of_pieces([5000, 101], 100, 4) == 4
 
 
 @given(st.integers(1, 16), st.integers(1, 16), st.integers(0, 20))

@@ -1,10 +1,14 @@
-"""Tensors on their way through Horovod: who holds them."""
+"""Tensors on their way through Horovod: who holds them; and ByteScheduler's name for a wrap."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
+from torch import nn
+
+from bytesched.errors import PluginError
 
 
 def owners(tensor: Any) -> int:
@@ -38,3 +42,11 @@ def test_what_is_not_held_again_is_let_go() -> None:
         held.let_go()
         held.hold(kept)
     assert (owners(kept), owners(left)) == (alone + 1, alone)
+
+
+def test_scheduled_optimizer_is_for_optimizers_of_horovod() -> None:
+    from bytesched.plugins.horovod import ScheduledOptimizer
+
+    model = nn.Linear(2, 1)
+    with pytest.raises(PluginError, match=r"SGD was not made by hvd\.DistributedOptimizer"):
+        ScheduledOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
