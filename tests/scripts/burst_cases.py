@@ -11,14 +11,14 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from raised import raised
+from raised import leaving, raised, told
 from rank_worker import die_at, gloo_threads, gloo_threads_left, signals
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from bytesched.burst.cost import Place, PlacedBranches, Plan
-from bytesched.errors import BytesschedError, PeerLost
+from bytesched.errors import PeerLost
 from bytesched.plugins.burst import Background, Branched, Burst
 from bytesched.plugins.burst.moves import Move, Moves
 from bytesched.plugins.planned.session import PlannedSession
@@ -125,35 +125,6 @@ def mean_over_ranks(loss: Tensor | None) -> float:
     return float(total[0] / total[1])
 
 
-def data_parallel(name: str, edges: Sequence[int]) -> tuple[list[float], dict[str, Tensor]]:
-    torch.manual_seed(3)
-    inner = CASES[name][0]().double()
-    model = DistributedDataParallel(inner)
-    optimizer = optimizer_for(list(model.parameters()))
-    losses = []
-    rank, size = dist.get_rank(), dist.get_world_size()
-    for step in range(STEPS):
-        images, labels = batch(step, edges)
-        optimizer.zero_grad()
-        loss = functional.cross_entropy(model(images[rank::size]), labels[rank::size])
-        loss.backward()
-        optimizer.step()
-        losses.append(mean_over_ranks(loss))
-    return losses, dict(inner.state_dict())
-
-
-def planned(
-    name: str, edges: Sequence[int]
-) -> tuple[list[float], dict[str, Tensor], dict[str, Any]]:
-    torch.manual_seed(3 + dist.get_rank())
-    with burst_of(name) as burst:
-        # Rank 0's parameters are everybody's, and they are to be those of the run above.
-        burst.model.load_state_dict(reference_state(name))
-        losses = [mean_over_ranks(burst.step(*batch(step, edges))) for step in range(STEPS)]
-        burst.gather()
-        return losses, dict(burst.model.state_dict()), burst.stats()
-
-
 def burst_of(
     name: str = "vgg",
     *,
@@ -170,36 +141,37 @@ def burst_of(
     )
 
 
-def reference_state(name: str) -> dict[str, Tensor]:
-    torch.manual_seed(3)
-    return dict(CASES[name][0]().double().state_dict())
-
-
 def equals_data_parallel(name: str, edges: Sequence[int] = (8,)) -> dict[str, Any]:
-    expected_losses, expected = data_parallel(name, edges)
-    losses, state, stats = planned(name, edges)
+    """The figures of a burst that was found to train as DDP does."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(3)
+    inner = CASES[name][0]().double()
+    # Rank 0's parameters are everybody's, and they are to be those of the run below.
+    torch.manual_seed(3 + rank)
+    with burst_of(name) as burst:
+        burst.model.load_state_dict(inner.state_dict())
+        losses = [mean_over_ranks(burst.step(*batch(step, edges))) for step in range(STEPS)]
+        burst.gather()
+        found, figures = dict(burst.model.state_dict()), burst.stats()
+    model = DistributedDataParallel(inner)
+    optimizer = optimizer_for(list(model.parameters()))
+    expected_losses = []
+    for step in range(STEPS):
+        images, labels = batch(step, edges)
+        optimizer.zero_grad()
+        loss = functional.cross_entropy(model(images[rank::size]), labels[rank::size])
+        loss.backward()
+        optimizer.step()
+        expected_losses.append(mean_over_ranks(loss))
     torch.testing.assert_close(losses, expected_losses, rtol=1e-12, atol=1e-12)
-    assert state.keys() == expected.keys()
-    for key, value in state.items():
-        torch.testing.assert_close(value, expected[key], rtol=1e-9, atol=1e-12, msg=key)
-    return stats
+    torch.testing.assert_close(found, dict(inner.state_dict()), rtol=1e-9, atol=1e-12)
+    return figures
 
 
 def first_weights_are_rank_0s() -> list[float]:
     torch.manual_seed(dist.get_rank())
     with burst_of(model=vgg_like()) as burst:
         return [float(p.detach().sum()) for p in burst.model.parameters()]
-
-
-def leaving(run: Callable[[], object]) -> str:
-    """What is raised, and what of Gloo stays open while the error is kept."""
-    before = gloo_threads()
-    try:
-        run()
-    except Exception as error:  # noqa: BLE001 - the test looks at it
-        left = gloo_threads_left(before)
-        return f"{type(error).__name__}: {error}" + (f" and left {left} threads" if left else "")
-    return "nothing happened"
 
 
 def refused(what: str) -> str:
@@ -230,19 +202,13 @@ def refused(what: str) -> str:
 
 
 def first_broadcast_fails() -> str:
-    """Rank 3 cannot take part in it."""
     before = gloo_threads()
-    fails = dist.get_rank() == 3
     failing = mock.Mock(side_effect=MemoryError("no room"))
     patched = mock.patch("bytesched.plugins.routes.groups.group.Group.broadcast", failing)
-    try:
-        with patched if fails else nullcontext():
-            burst_of(model=vgg_like())
-    except Exception as error:  # noqa: BLE001 - the test looks at it
-        said = f"{type(error).__name__}: {error}"
-        if fails:
-            # While the error is kept. Those of the others hold an operation, and that its group.
-            return f"{said} and left {gloo_threads_left(before)} threads"
+    fails = dist.get_rank() == 3
+    with patched if fails else nullcontext():
+        # While the error is kept; those of the others hold an operation, and that its group.
+        said = (leaving if fails else told)(lambda: burst_of(model=vgg_like()))
     return f"{said} and left {gloo_threads_left(before)} threads"
 
 
@@ -313,34 +279,28 @@ def loses_its_last_step(closes: bool, is_known: bool) -> None:
     else:
         mock.patch.object(PlannedSession, "flush", side_effect=lost).start()
     if closes:
-        try:
-            burst.close()
-        except PeerLost as error:
-            print(error, flush=True)
+        print(raised(burst.close), flush=True)
         burst.close()
     dist.barrier()
 
 
 def raised_by_its_step() -> None:
-    """What ``step()`` has raised is not raised again."""
     burst = burst_of()
     burst._moves.progress.fail(PeerLost("rank 9 is gone"))
-    try:
-        burst.step(*batch(0))
-    except PeerLost:
-        burst.close()
-        print("closed", flush=True)
+    print(raised(lambda: burst.step(*batch(0))), flush=True)
+    burst.close()
 
 
 def loses_a_rank(victim: int) -> None:
     burst = burst_of()
-    try:
+
+    def train() -> None:
         for step in range(50):
             if step == 3 and dist.get_rank() == victim:
                 os._exit(DIED)
             burst.step(*batch(step))
-    except BytesschedError as error:
-        print(type(error).__name__)
+
+    print(told(train))
     burst.close()
     dist.destroy_process_group()
 
@@ -377,12 +337,8 @@ def dies_while_it_receives() -> None:
     model, plan = nn.Sequential(_Wide(), _Narrow()), (Place(0, 1), Place(1, 1))
     fields = SETTINGS | {"timeout_s": 300.0}
     burst = Burst(model, plan, optimizer_for, functional.mse_loss, **fields)
-    try:
-        burst.step(torch.ones(1, 1), torch.ones(1, 1))
-        print("stepped", flush=True)
-        burst.gather()
-    except BytesschedError as error:
-        print(type(error).__name__, flush=True)
+    burst.step(torch.ones(1, 1), torch.ones(1, 1))
+    print(told(burst.gather), flush=True)
     burst.close()
     dist.destroy_process_group()
 
@@ -391,17 +347,17 @@ def is_kept_waiting() -> str:
     """What the others say when rank 3 stays away from the third step until they have given up."""
     burst = burst_of(timeout_s=2.0)
     gave_up = signals()
-    try:
+
+    def train() -> None:
         for step in range(6):
             if step == 3 and dist.get_rank() == 3:
                 gave_up.wait("gave up")
             burst.step(*batch(step))
-    except BytesschedError as error:
-        gave_up.set("gave up")
-        return type(error).__name__
-    finally:
-        burst.close()
-    return "nothing happened"
+
+    said = raised(train)
+    gave_up.set("gave up")
+    burst.close()
+    return said
 
 
 #: ranks 2 and 3 connect first, then all
@@ -409,8 +365,6 @@ NARROW_FIRST = (Place(2, 2), FOUR, ONE, FOUR)
 
 
 def makes_no_optimizer() -> str:
-    """What the ranks say of which one cannot make its optimizer."""
-
     def optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
         if dist.get_rank() == 3:
             raise RuntimeError("no optimizer")

@@ -1,7 +1,7 @@
 """Trains elastically through Horovod; the rank on the second host kills itself once.
 
-Arguments: a folder for the mark of the kill, and "plain" or "wrapped". Every rank has the same
-data, so that the number of ranks changes no average beyond rounding.
+Its argument is a folder for the mark of the kill. Every rank has the same data, so that the number
+of ranks changes no average beyond rounding.
 """
 
 from __future__ import annotations
@@ -32,8 +32,7 @@ optimizer = hvd.DistributedOptimizer(
     torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9),
     named_parameters=model.named_parameters(),
 )
-if sys.argv[2] == "wrapped":
-    bytesched.wrap(optimizer, model, partition_bytes=2048, credit_bytes=4096, timeout_s=10)
+bytesched.wrap(optimizer, model, partition_bytes=2048, credit_bytes=4096, timeout_s=10)
 killed = Path(sys.argv[1]) / "killed"
 sizes: list[tuple[int, str]] = []
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import atexit
 import faulthandler
-import importlib
 import os
+import pkgutil
 import signal
 import sys
 import threading
@@ -86,8 +86,8 @@ def wrap(optimizer: torch.optim.Optimizer, model: nn.Module, **fields: Any) -> N
     """With small chunks and a trace; what is left of the library is told at the very end."""
     # Functions registered first run last, so this one sees what the library's own left behind.
     atexit.register(_tell_threads_left)
-    usual = {"partition_bytes": 256, "credit_bytes": 512, "timeline": str(folder())}
-    bytesched.wrap(optimizer, model, **{**usual, **fields})
+    usual: dict[str, Any] = {"partition_bytes": 256, "credit_bytes": 512, "timeout_s": NO_TIMEOUT_S}
+    bytesched.wrap(optimizer, model, timeline=str(folder()), **usual | fields)
 
 
 def _tell_threads_left() -> None:
@@ -113,7 +113,6 @@ def threads() -> list[str]:
 
 
 def named(error: BaseException) -> dict[str, object]:
-    """An error as facts."""
     return {
         "error": type(error).__name__,
         "ours": isinstance(error, bytesched.BytesschedError),
@@ -138,9 +137,22 @@ class Script:
         #: every rank waits for every update
         self.flushes = False
         self.model = net(buffers=buffers)
-        self.ddp = DistributedDataParallel(self.model)
-        self.optimizer = sgd(self.model)
         self.model.at = self._reached
+        self.ddp, self.optimizer = self.begun()
+
+    def begun(self) -> tuple[Any, Any]:
+        """What is called in place of the model, and its optimizer."""
+        return DistributedDataParallel(self.model), sgd(self.model)
+
+    def inputs(self, step: int) -> Tensor:
+        return inputs(step)
+
+    def wrap(self, **fields: Any) -> Script:
+        wrap(self.optimizer, self.ddp, **fields)
+        return self
+
+    def weights(self) -> list[Tensor]:
+        return [p.detach().clone() for p in self.model.parameters()]
 
     def _reached(self, moment: str) -> None:
         if self.step == self.fault_step:
@@ -157,7 +169,7 @@ class Script:
 
     def one_step(self) -> None:
         self.optimizer.zero_grad()
-        loss = self.ddp(inputs(self.step)).square().mean()
+        loss = self.ddp(self.inputs(self.step)).square().mean()
         self._reached("before_backward")
         loss.backward()
         self._reached("after_backward")
@@ -181,36 +193,27 @@ class Script:
         elif moment == "in_gradient_hook":
             layer.weight.register_post_accumulate_grad_hook(lambda _: self._reached(moment))
         elif moment == "in_update":
-            self._watch_updates()
+            # A class whose functions were replaced steps whole, unless somebody vouches for it.
+            bytesched.separable(torch.optim.SGD)
+            # Of updates that do not run in `step()`.
+            before("torch.optim.sgd", "sgd", lambda: self.is_stepping or self.at(moment))
         elif moment == "after_last_update":
             self.flushes = True
         elif moment == "in_measurement":
-            self._watch_measurement()
+            # Of the link, for a tuner.
+            before("bytesched.plugins.planned.tuned", "probes", lambda: self.at(moment))
 
-    def _watch_updates(self) -> None:
-        """Reaches "in_update" in front of each update that does not run in `step()`."""
-        # A class whose functions were replaced steps whole, unless somebody vouches for it.
-        bytesched.separable(torch.optim.SGD)
-        functional: Any = importlib.import_module("torch.optim.sgd")
-        real = functional.sgd
 
-        def watched(*args: Any, **kwargs: Any) -> None:
-            if not self.is_stepping:
-                self.at("in_update")
-            real(*args, **kwargs)
+def before(place: str, name: str, act: Callable[[], object]) -> None:
+    """Has `act` called in front of a function of a module or a class."""
+    owner = pkgutil.resolve_name(place)
+    real = getattr(owner, name)
 
-        functional.sgd = watched
+    def acted(*args: Any, **kwargs: Any) -> Any:
+        act()
+        return real(*args, **kwargs)
 
-    def _watch_measurement(self) -> None:
-        """Reaches "in_measurement" when the link is about to be measured, for a tuner."""
-        tuned: Any = importlib.import_module("bytesched.plugins.planned.tuned")
-        real = tuned.probes
-
-        def watched(*args: Any) -> Any:
-            self.at("in_measurement")
-            return real(*args)
-
-        tuned.probes = watched
+    setattr(owner, name, acted)
 
 
 def _raise(error: Exception) -> None:
@@ -228,9 +231,8 @@ def told(train: Callable[[], object]) -> None:
 
 def train_until_fault(
     victim: int,
-    moment: str,
     fault: str,
-    timeout_s: float,
+    moment: str,
     fault_step: int = FAULT_STEP,
     fields: Mapping[str, Any] = MappingProxyType({}),
     buffers: bool = False,
@@ -268,35 +270,31 @@ def train_until_fault(
     at = at_victim if dist.get_rank() == victim else at_other
     script = Script(at, fault_step=fault_step, buffers=buffers)
     script.hook_user(moment)
-    wrap(script.optimizer, script.ddp, timeout_s=timeout_s, **fields)
+    script.wrap(timeout_s=timeout_of(fault), **fields)
     told(lambda: script.train_through(fault_step + 3))
 
 
-def fails_in_an_answer(victim: int, fault: str, timeout_s: float) -> None:
+def timeout_of(fault: str) -> float:
+    """No survivor of anything but a stopped rank needs one."""
+    return TIMEOUT_S if fault == "stop" else NO_TIMEOUT_S
+
+
+def fails_in_an_answer(victim: int, fault: str) -> None:
     """`fault` befalls rank `victim` while it answers for the part of the state that it owns."""
-    script = Script()
-    wrap(script.optimizer, script.ddp, timeout_s=timeout_s, shard=True)
+    script = Script().wrap(timeout_s=timeout_of(fault), shard=True)
     script.train(3)
     if dist.get_rank() != victim:
         signals().wait("an answer fails")
         told(script.optimizer.state_dict)
         return
-    kind: Any = importlib.import_module("bytesched.plugins.zero1.states").States
-
-    def here(*_: Any) -> list[Any]:
-        FAULTS[fault]()
-        return []
-
-    kind.here = here
+    before("bytesched.plugins.zero1.states:States", "here", FAULTS[fault])
     signals().set("an answer fails")
     # Its script goes on, and waits for gradients of the one that asks.
     told(lambda: script.train(2))
 
 
-def fails_in_a_section(victim: int, fault: str, timeout_s: float) -> None:
-    """`fault` befalls rank `victim` inside an urgent section, in which the others wait for it."""
-    script = Script()
-    wrap(script.optimizer, script.ddp, timeout_s=timeout_s)
+def fails_in_a_section(victim: int, fault: str) -> None:
+    script = Script().wrap(timeout_s=timeout_of(fault))
     script.train(3)
 
     def section() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +12,9 @@ from faults_cases import (
     FAULT_STEP,
     FAULTS,
     STEPS,
+    TIMEOUT_S,
     Script,
+    before,
     inputs,
     named,
     net,
@@ -30,8 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 import bytesched
 
 
-def different_models(kind: str, timeout_s: float) -> None:
-    """Plain modules that are not the same on rank 1."""
+def different_models(kind: str) -> None:
     model: nn.Module = net()
     optimizer: torch.optim.Optimizer = sgd(model)
     if dist.get_rank() == 1:
@@ -44,41 +44,39 @@ def different_models(kind: str, timeout_s: float) -> None:
         elif kind == "frozen":
             next(model.parameters()).requires_grad_(False)
         optimizer = torch.optim.Adam(model.parameters()) if kind == "optimizer" else sgd(model)
-    told(lambda: wrap(optimizer, model, timeout_s=timeout_s))
+    told(lambda: wrap(optimizer, model))
 
 
-def different_settings(timeout_s: float, mine: list[dict[str, Any]]) -> None:
-    """`wrap` with the keywords of this rank; the environment may differ as well."""
+def different_settings(fields: dict[str, Any]) -> None:
+    """`wrap` with these keywords on rank 1; the environment may differ as well."""
     model = net()
-    told(lambda: wrap(sgd(model), model, timeout_s=timeout_s, **mine[dist.get_rank()]))
+    told(lambda: wrap(sgd(model), model, **fields if dist.get_rank() else {}))
 
 
-def one_cannot_wrap(who: int, timeout_s: float, fields: dict[str, Any]) -> None:
+def one_cannot_wrap(who: int, fields: dict[str, Any]) -> None:
     """Rank `who` gives `wrap` fields with which it refuses or does nothing; and trains on."""
     script = Script()
     mine = fields if dist.get_rank() == who else {}
-    told(lambda: wrap(script.optimizer, script.ddp, timeout_s=timeout_s, **mine))
+    told(lambda: script.wrap(**mine))
 
 
-def one_does_not_wrap(who: int, timeout_s: float) -> None:
-    """Rank `who` trains with plain DDP."""
+def one_does_not_wrap(who: int) -> None:
     script = Script()
 
     def run() -> None:
         if dist.get_rank() != who:
-            wrap(script.optimizer, script.ddp, timeout_s=timeout_s)
+            script.wrap(timeout_s=TIMEOUT_S)
         script.train()
 
     told(run)
 
 
-def dies_in_wrap(victim: int, timeout_s: float) -> None:
+def dies_in_wrap(victim: int) -> None:
     """Rank `victim` dies when it should take part in the broadcast of a plain module."""
-    hooked: Any = importlib.import_module("bytesched.plugins.c10d.hooked")
     model = net()
     if dist.get_rank() == victim:
-        hooked.broadcast = lambda *_, **__: FAULTS["kill"]()
-    told(lambda: wrap(sgd(model), model, timeout_s=timeout_s))
+        before("bytesched.plugins.c10d.hooked", "broadcast", FAULTS["kill"])
+    told(lambda: wrap(sgd(model), model))
 
 
 class Skipping(nn.Module):
@@ -95,12 +93,12 @@ class Skipping(nn.Module):
         return self.last(x if self.skip else torch.tanh(self.middle(x)))
 
 
-def skips_a_layer(who: int, in_step: int, timeout_s: float) -> None:
+def skips_a_layer(who: int, in_step: int) -> None:
     """Rank `who` leaves a layer out in one step, and nobody said that this may happen."""
     model = Skipping()
     ddp = DistributedDataParallel(model)
     optimizer = sgd(model)
-    wrap(optimizer, ddp, timeout_s=timeout_s)
+    wrap(optimizer, ddp)
 
     def train() -> None:
         for step in range(STEPS):
@@ -113,15 +111,13 @@ def skips_a_layer(who: int, in_step: int, timeout_s: float) -> None:
     told(train)
 
 
-def ends_early(who: int, timeout_s: float) -> None:
-    """Rank `who` has fewer batches than the other."""
-    script = Script()
-    wrap(script.optimizer, script.ddp, timeout_s=timeout_s)
+def ends_early(who: int) -> None:
+    script = Script().wrap()
     steps = FAULT_STEP if dist.get_rank() == who else STEPS
     told(lambda: script.train(steps))
 
 
-def skips_a_batch(who: int, timeout_s: float) -> None:
+def skips_a_batch(who: int) -> None:
     """Rank `who` throws one loss away, so that it is one round short from then on."""
 
     class Skipped(Exception):
@@ -131,8 +127,7 @@ def skips_a_batch(who: int, timeout_s: float) -> None:
         if moment == "before_backward" and dist.get_rank() == who:
             raise Skipped
 
-    script = Script(at)
-    wrap(script.optimizer, script.ddp, timeout_s=timeout_s)
+    script = Script(at).wrap()
 
     def train() -> None:
         for script.step in range(STEPS):
@@ -143,10 +138,9 @@ def skips_a_batch(who: int, timeout_s: float) -> None:
     told(train)
 
 
-def corrupts_the_state(who: int, timeout_s: float) -> None:
+def corrupts_the_state(who: int) -> None:
     """On rank `who` the momentum of a parameter gets a wrong shape while a step is outstanding."""
-    script = Script()
-    wrap(script.optimizer, script.ddp, timeout_s=timeout_s)
+    script = Script().wrap()
 
     def at(moment: str) -> None:
         if moment == "before_backward" and dist.get_rank() == who:
@@ -157,30 +151,26 @@ def corrupts_the_state(who: int, timeout_s: float) -> None:
     told(script.train_through)
 
 
-def catches_and_goes_on(moment: str, timeout_s: float) -> None:
-    """Both ranks catch an exception of the user's at `moment` and train on."""
+def catches_in_backward() -> None:
+    """Both ranks catch an exception of the user's in the middle of backward and train on."""
 
-    def weights(*, wrapped: bool) -> list[Tensor]:
-        def at(reached: str) -> None:
-            if reached == moment:
-                script.at = lambda reached: None
-                raise ValueError("boom")
+    def at(reached: str) -> None:
+        if reached == "in_backward":
+            script.at = lambda reached: None
+            raise ValueError("boom")
 
-        script = Script(at)
-        if wrapped:
-            wrap(script.optimizer, script.ddp, timeout_s=timeout_s)
+    script = Script(at).wrap()
+
+    def train() -> None:
         for script.step in range(STEPS):
             with contextlib.suppress(ValueError):
                 script.one_step()
-        if wrapped:
-            bytesched.unwrap(script.optimizer)
-        return [p.detach().clone() for p in script.model.parameters()]
+        bytesched.unwrap(script.optimizer)
 
-    plain = [] if moment == "in_backward" else weights(wrapped=False)
-    told(lambda: tell(equal=_equal(plain, weights(wrapped=True))))
+    told(train)
 
 
-def stays_alive(who: int, moment: str, timeout_s: float) -> None:
+def stays_alive(who: int, moment: str) -> None:
     """Rank `who` catches its exception and lives on, but takes no part any more.
 
     In backward, the other rank has not begun its own: a chunk of rank 0 is on the wire, and
@@ -202,7 +192,7 @@ def stays_alive(who: int, moment: str, timeout_s: float) -> None:
 
     script = Script(at)
     script.hook_user(moment)
-    wrap(script.optimizer, script.ddp, timeout_s=timeout_s)
+    script.wrap()
     if rank != who:
         try:
             told(script.train_through)
@@ -217,13 +207,13 @@ def stays_alive(who: int, moment: str, timeout_s: float) -> None:
     signals().wait("the other is told")
 
 
-def skips_step(who: int, timeout_s: float) -> None:
+def skips_step(who: int) -> None:
     """Rank `who` throws one step away, which plain DDP does not notice."""
 
     def weights(*, wrapped: bool) -> list[Tensor]:
         script = Script()
         if wrapped:
-            wrap(script.optimizer, script.ddp, timeout_s=timeout_s)
+            script.wrap()
         for step in range(STEPS):
             script.optimizer.zero_grad()
             script.ddp(inputs(step)).square().mean().backward()
@@ -231,18 +221,17 @@ def skips_step(who: int, timeout_s: float) -> None:
                 script.optimizer.step()
         if wrapped:
             bytesched.unwrap(script.optimizer)
-        return [p.detach().clone() for p in script.model.parameters()]
+        return script.weights()
 
     told(lambda: tell(equal=_equal(weights(wrapped=False), weights(wrapped=True))))
 
 
-def skips_step_of_shard(who: int, drops: str, timeout_s: float) -> None:
+def skips_step_of_shard(who: int, drops: str) -> None:
     """Rank `who` throws one step away, or one of its gradients, and the others wait for it.
 
     After the error its state is missing, which does not look like an empty one.
     """
-    script = Script()
-    wrap(script.optimizer, script.ddp, timeout_s=timeout_s, shard=True)
+    script = Script().wrap(shard=True)
 
     def train() -> None:
         for step in range(STEPS):
@@ -264,7 +253,7 @@ def skips_step_of_shard(who: int, drops: str, timeout_s: float) -> None:
         tell(state=_error(script.optimizer.state_dict))
 
 
-def goes_on_after_an_error(who: int, timeout_s: float) -> None:
+def goes_on_after_an_error(who: int) -> None:
     """Rank `who` dies; the other catches the error, tries everything again, and starts afresh."""
 
     def at(moment: str) -> None:
@@ -274,8 +263,7 @@ def goes_on_after_an_error(who: int, timeout_s: float) -> None:
         elif moment == "before_last_gradients" and dist.get_rank() != who:
             signals().wait("victim is past step")
 
-    script = Script(at)
-    wrap(script.optimizer, script.ddp, timeout_s=timeout_s)
+    script = Script(at).wrap()
     kept = {k: v.clone() for k, v in script.model.state_dict().items()}
     with contextlib.suppress(bytesched.BytesschedError):
         script.train()

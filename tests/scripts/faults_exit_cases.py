@@ -22,7 +22,6 @@ from faults_cases import (
     sgd,
     told,
     train_until_fault,
-    wrap,
 )
 from faults_runner import folder, is_stopped, tell
 from rank_worker import LOOPBACK, signals
@@ -41,7 +40,6 @@ def _leave_by_sigterm() -> None:
 
 
 ENDS: dict[str, Callable[[], object]] = {
-    "falls-off": lambda: None,
     "destroys-group": dist.destroy_process_group,
     "sys-exit": lambda: sys.exit(3),
     "sigterm-handler": _leave_by_sigterm,
@@ -57,10 +55,10 @@ def checkpoint(script: Script) -> list[Tensor]:
     ]
 
 
-def leaves_with_an_update_outstanding(end: str, timeout_s: float) -> None:
+def leaves_with_an_update_outstanding(end: str) -> None:
     """The last update is outstanding on rank 0 when the script ends; it saves a checkpoint then.
 
-    Rank 1 owes its last gradients until rank 0 is about to leave.
+    Rank 1 owes its last gradients until rank 0 is about to leave; or it dies then.
     """
     plain = Script()
     plain.train()
@@ -69,22 +67,27 @@ def leaves_with_an_update_outstanding(end: str, timeout_s: float) -> None:
     def at(moment: str) -> None:
         if moment == "before_last_gradients" and dist.get_rank() == 1:
             signals().wait("rank 0 leaves")
+            if end == "is-lost":
+                FAULTS["kill"]()
 
     script = Script(at, fault_step=LAST_STEP)
 
     def save() -> None:
-        got = checkpoint(script)
-        tell(equal=all(map(torch.equal, got, expected)), values=len(got))
+        try:
+            got = checkpoint(script)
+            tell(equal=all(map(torch.equal, got, expected)), values=len(got))
+        except bytesched.BytesschedError as error:
+            tell(checkpoint=named(error))
 
     atexit.register(save)
-    wrap(script.optimizer, script.ddp, timeout_s=timeout_s)
+    script.wrap()
     script.train(LAST_STEP)
     crossed_before = bytesched.stats()["barrier_crossed_steps"]
     script.step = LAST_STEP
     script.one_step()
     tell(outstanding=bytesched.stats()["barrier_crossed_steps"] != crossed_before)
     signals().set("rank 0 leaves")
-    ENDS[end]()
+    ENDS.get(end, lambda: None)()
 
 
 def rank_1_leaves_without_an_end(wrapped: bool) -> None:
@@ -107,34 +110,9 @@ def rank_1_leaves_without_an_end(wrapped: bool) -> None:
     print(sum(value.double().sum().item() for value in script.model.state_dict().values()))
 
 
-def last_update_is_lost(timeout_s: float) -> None:
-    """Rank 1 dies when rank 0 has left its script and applies the last update."""
-
-    def at(moment: str) -> None:
-        if moment == "before_last_gradients" and dist.get_rank() == 1:
-            signals().wait("rank 0 leaves")
-            FAULTS["kill"]()
-
-    script = Script(at, fault_step=LAST_STEP)
-
-    def save() -> None:
-        try:
-            checkpoint(script)
-        except Exception as error:  # noqa: BLE001 - which one is what is asked
-            tell(checkpoint=named(error))
-        else:
-            tell(checkpoint=None)
-
-    atexit.register(save)
-    wrap(script.optimizer, script.ddp, timeout_s=timeout_s)
-    script.train()
-    signals().set("rank 0 leaves")
-
-
-def takes_one_step_more(timeout_s: float) -> None:
+def takes_one_step_more() -> None:
     """Rank 1 does, and nobody is left to add its gradients to."""
-    script = Script()
-    wrap(script.optimizer, script.ddp, timeout_s=timeout_s)
+    script = Script().wrap()
     script.train(STEPS + dist.get_rank())
     if dist.get_rank() == 1:
         signals().set("rank 1 has stepped")
@@ -148,7 +126,6 @@ def trains_in_a_child(wrapped: bool) -> None:
 
 
 def child_takes_one_step_more() -> None:
-    """How the child of this rank ended."""
     print(_child(True, STEPS + dist.get_rank())[0])
 
 
@@ -178,7 +155,7 @@ def _train(model: Net, rank: int, wrapped: bool, steps: int) -> None:
         optimizer.step()
 
 
-def interrupted_at_a_gate(timeout_s: float) -> None:
+def interrupted_at_a_gate() -> None:
     """Rank 0 waits for an update in its forward pass when Ctrl-C comes."""
     (folder() / f"pid{dist.get_rank()}").write_text(str(os.getpid()))
 
@@ -192,8 +169,7 @@ def interrupted_at_a_gate(timeout_s: float) -> None:
         elif dist.get_rank() == 0 and moment == "in_forward" and script.step > FAULT_STEP:
             signals().set("in forward")
 
-    script = Script(at)
-    wrap(script.optimizer, script.ddp, timeout_s=timeout_s)
+    script = Script(at).wrap()
 
     def train() -> None:
         try:
@@ -206,7 +182,7 @@ def interrupted_at_a_gate(timeout_s: float) -> None:
     told(train)
 
 
-def forks_with_an_update_outstanding(timeout_s: float) -> None:
+def forks_with_an_update_outstanding() -> None:
     """A child of rank 0, which has none of its threads, reads a weight and runs its exit."""
 
     def at(moment: str) -> None:
@@ -226,13 +202,12 @@ def forks_with_an_update_outstanding(timeout_s: float) -> None:
                 sum=float(script.model.first_weight.sum()),
             )
 
-    script = Script(at)
-    wrap(script.optimizer, script.ddp, timeout_s=timeout_s)
+    script = Script(at).wrap()
     script.train()
     bytesched.unwrap(script.optimizer)
 
 
-def pauses(timeout_s: float) -> None:
+def pauses() -> None:
     """Rank 1 is stopped for a while, which is no fault: the numbers are those of plain DDP."""
     (folder() / f"pid{dist.get_rank()}").write_text(str(os.getpid()))
     plain = Script()
@@ -251,15 +226,14 @@ def pauses(timeout_s: float) -> None:
             tell(stopped=True)
             os.kill(stopped, signal.SIGCONT)
 
-    script = Script(at)
-    wrap(script.optimizer, script.ddp, timeout_s=timeout_s)
+    script = Script(at).wrap()
     script.train()
     got = checkpoint(script)
     bytesched.unwrap(script.optimizer)
     tell(equal=all(map(torch.equal, got, expected)))
 
 
-def store_is_stopped(timeout_s: float) -> None:
+def store_is_stopped() -> None:
     """Rank 0 serves the store and is stopped: nobody answers questions any more."""
     rank = dist.get_rank()
     dist.destroy_process_group()
@@ -272,4 +246,4 @@ def store_is_stopped(timeout_s: float) -> None:
         signals().wait("store")
         store = TCPStore(LOOPBACK, int(port.read_text()), is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-    train_until_fault(0, "before_backward", "stop", timeout_s)
+    train_until_fault(0, "stop", "before_backward")

@@ -34,10 +34,12 @@ def pipeline_over_nccl(kind: str, script: str) -> list[int]:
     """The same of one rank, attached by hand: nobody else has its stages."""
     with nccl() as group:
         plain, wrapped = (
-            pipeline_models.Pipeline(kind, (group, group), "adamw", script=script, device=DEVICE)
-            for _ in range(2)
+            pipeline_models.Pipeline(
+                kind, (group, group), "adamw", plain=plain, script=script, device=DEVICE
+            )
+            for plain in (True, False)
         )
-        expected = list(pipeline_cases.records(plain, plain=True, script=script))
+        expected = list(pipeline_cases.records(plain))
         config = Config.load(**pipeline_models.SMALL)
         session = begin._attach(
             wrapped.optimizer,
@@ -48,7 +50,7 @@ def pipeline_over_nccl(kind: str, script: str) -> list[int]:
         )
         with contextlib.closing(session):
             session.add_optimizer(wrapped.optimizer, type(wrapped.optimizer), cross=True)
-            found = list(pipeline_cases.records(wrapped, plain=False, script=script))
+            found = list(pipeline_cases.records(wrapped))
             session.flush()
             assert session.stats()["mode"] == "cross"
         pairs = enumerate(zip(expected, found, strict=True))

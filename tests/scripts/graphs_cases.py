@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import signal
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,12 +12,13 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from raised import raised
+from exchange_cases import dying
+from raised import prints_and_ends, raised
 from torch import Tensor, nn
 from torch.nn import functional
 
 import bytesched
-from bytesched.errors import BytesschedError, MismatchError, TransportError
+from bytesched.errors import MismatchError
 from bytesched.plugins import graphs
 from bytesched.plugins.exchanges.peers import Peers
 from bytesched.plugins.graphs.layer import laps
@@ -48,7 +49,6 @@ class Graph:
 
 
 def graph_of(kind: str, size: int, dtype: torch.dtype = torch.float64) -> Graph:
-    """A directed graph, the same on all ranks."""
     random = torch.Generator().manual_seed(3)
 
     def drawn(high: int, count: int) -> Tensor:
@@ -139,12 +139,13 @@ def number_of_pieces(kind: str, piece_bytes: int) -> int:
     return len(graph.part(piece_bytes=piece_bytes).pieces(8 * WIDTH))
 
 
-def bits(dtype: torch.dtype) -> list[bool]:
-    """Whether sums and gradients have the bits of one piece; of one sum; and of one process."""
+def bits(dtype: torch.dtype) -> list[str]:
+    """Of what sums and gradients have not the bits: of one piece, of one sum, of one process."""
     rank, size = dist.get_rank(), dist.get_world_size()
     graph = graph_of("directed", size, dtype)
     features, _ = rows_of(dtype)
     found = []
+    wrong = []
     for piece_bytes in (1 << 20, 1, 64, 100, 1):
         part = graph.part(piece_bytes=piece_bytes)
         x = features[part.vertices].requires_grad_()
@@ -152,7 +153,8 @@ def bits(dtype: torch.dtype) -> list[bool]:
         (y**2).sum().backward()
         assert x.grad is not None
         found.append((y.detach(), x.grad))
-    same = [all(map(torch.equal, found[0], other)) for other in found[1:]]
+        if not all(map(torch.equal, found[0], found[-1])):
+            wrong.append(f"pieces of {piece_bytes}")
     # Own neighbours first, then the others in the order in which they arrive.
     everything = torch.cat([part.vertices, part.halo])
     place = torch.empty(VERTICES, dtype=torch.int64)
@@ -164,13 +166,13 @@ def bits(dtype: torch.dtype) -> list[bool]:
         (len(part.vertices), len(everything)),
     )
     in_order = product(by_rows(matrix.coalesce()), features[everything])
-    same.append(torch.equal(found[0][0], in_order))
+    wrong += ["one sum"] * (not torch.equal(found[0][0], in_order))
     # Whole numbers have no rounding, so that every order gives the same bits.
     whole = Graph(graph.owner, graph.source, graph.target, (8 * graph.weight).round())
     part = whole.part()
     sums = graphs.aggregate(part, features[part.vertices].round())
     alone = graphs.aggregate(whole.alone(), features.round())
-    same.append(torch.equal(sums, alone[part.vertices]))
+    wrong += ["whole numbers"] * (not torch.equal(sums, alone[part.vertices]))
     # Rows whose neighbours are all here have the bits of one process.
     graph = graph_of("one rank alone is needed by one", size, dtype)
     part = graph.part()
@@ -180,8 +182,8 @@ def bits(dtype: torch.dtype) -> list[bool]:
     inner = is_inner[part.vertices]
     sums = graphs.aggregate(part, features[part.vertices])[inner]
     alone = graphs.aggregate(graph.alone(), features)[part.vertices][inner]
-    same.append(bool(rank == size - 1 or len(sums)) and torch.equal(sums, alone))
-    return same
+    assert rank == size - 1 or len(sums)
+    return wrong + ["inner rows"] * (not torch.equal(sums, alone))
 
 
 def trained(piece_bytes: int) -> list[str]:
@@ -210,37 +212,35 @@ def trained(piece_bytes: int) -> list[str]:
     ]
 
 
-def keeps_inputs() -> dict[str, bool]:
-    """When the first layer exchanges rows, and what it gives."""
+def keeps_inputs() -> list[str]:
+    """What goes wrong where the first layer exchanges rows once while its inputs stay."""
     part = graph_of("directed", dist.get_world_size()).part()
     layer = graphs.GraphConv(part, WIDTH, 4, is_first=True)
-    features, _ = rows_of()
-    x = features[part.vertices]
+    x = rows_of()[0][part.vertices]
     fresh = layer(x)
-    found: dict[str, bool] = {}
+    wrong = []
 
-    def exchanges(name: str, expected: bool, x: Tensor) -> Tensor:
+    def check(name: str, x: Tensor, *, exchanges: bool, expected: Tensor | None = None) -> None:
         with mock.patch.object(Peers, "start", autospec=True, side_effect=Peers.start) as start:
             y: Tensor = layer(x)
-        found[name] = (start.call_count > 0) is expected
-        return y
+        equals = expected is None or y.equal(expected)
+        if (start.call_count > 0) is not exchanges or not equals:
+            wrong.append(name)
 
-    found["kept bits"] = exchanges("again", False, x).equal(fresh)
+    def computed() -> Tensor:
+        return functional.linear(graphs.aggregate(part, x), layer.weight, layer.bias)
+
+    check("again", x, exchanges=False, expected=fresh)
     with torch.no_grad():
         layer.weight.mul_(2)
-        found["without gradient"] = exchanges("no gradient", False, x).equal(
-            functional.linear(graphs.aggregate(part, x), layer.weight, layer.bias)
-        )
+        check("without gradient", x, exchanges=False, expected=computed())
         x.mul_(3)
-    changed = exchanges("changed in place", True, x)
-    found["new values"] = changed.equal(
-        functional.linear(graphs.aggregate(part, x), layer.weight, layer.bias)
-    )
-    exchanges("another tensor", True, x.clone())
-    exchanges("that needs a gradient", True, x.clone().requires_grad_())
+    check("changed in place", x, exchanges=True, expected=computed())
+    check("another tensor", x.clone(), exchanges=True)
+    check("that needs a gradient", x.clone().requires_grad_(), exchanges=True)
     with torch.inference_mode():
-        exchanges("in inference", True, x.clone())
-    return found
+        check("in inference", x.clone(), exchanges=True)
+    return wrong
 
 
 def traced(folder: str) -> tuple[dict[str, float], float, bool]:
@@ -267,47 +267,38 @@ def traced(folder: str) -> tuple[dict[str, float], float, bool]:
 def disagreements() -> list[str]:
     """The errors of ranks that were given what does not fit; and the sum of one that fits."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    last = rank == size - 1
+    last = int(rank == size - 1)
     graph = graph_of("directed", size)
-    other = graph.owner.roll(1) if last else graph.owner
-    far_away = graph.source + VERTICES * last
-    short = graph.weight[1:] if last else graph.weight
-    single = graph.weight.float() if last else graph.weight
-    no_rank = graph.owner + size * last
-    told = []
-    differing: dict[str, Any] = {"piece_bytes": 64 + last}
-    with mock.patch.object(Peers, "start", side_effect=AssertionError("sent")):
-        for owner, source, weight, options in (
-            (other, graph.source, graph.weight, {}),
-            (graph.owner[: VERTICES - last], graph.source % 50, graph.weight, {}),
-            (graph.owner, far_away, graph.weight, {}),
-            (graph.owner, graph.source, short, {}),
-            (graph.owner, graph.source, single, {}),
-            (no_rank, graph.source, graph.weight, {}),
-            (graph.owner, graph.source, graph.weight, differing),
-        ):
-            target = graph.target % 50 if source.max() < 50 else graph.target
-            given = partial(graphs.Partition, owner, source, target, weight, **options)
-            told.append(raised(given, MismatchError).partition(": ")[2])
+    good = vars(graph)
+    differing: list[dict[str, Any]] = [
+        {"owner": graph.owner.roll(last)},
+        {
+            "owner": graph.owner[: VERTICES - last],
+            "source": graph.source % 50,
+            "target": graph.target % 50,
+        },
+        {"source": graph.source + VERTICES * last},
+        {"weight": graph.weight[last:]},
+        {"weight": graph.weight.float() if last else graph.weight},
+        {"owner": graph.owner + size * last},
+        {"piece_bytes": 64 + last},
+    ]
     part = graph.part()
-    features, _ = rows_of()
-    x = features[part.vertices]
+    x = rows_of()[0][part.vertices]
+    rows = (
+        x[last:],
+        x.float() if last else x,
+        x[:, last:],
+        x.clone().requires_grad_(bool(last)),
+    )
     with mock.patch.object(Peers, "start", side_effect=AssertionError("sent")):
-        for rows in (
-            x[1:] if last else x,
-            x.float() if last else x,
-            x[:, 1:] if last else x,
-            x.clone().requires_grad_(last),
-        ):
-            said = raised(partial(graphs.aggregate, part, rows), MismatchError)
-            told.append(said.partition(": ")[2])
+        calls: list[Callable[[], object]] = [
+            *(partial(graphs.Partition, **good | change) for change in differing),
+            *(partial(graphs.aggregate, part, each) for each in rows),
+        ]
+        told = [raised(call, MismatchError).partition(": ")[2] for call in calls]
     told.append(str(len(graphs.aggregate(part, x)) == len(part.vertices)))
     return told
-
-
-def report(error: BaseException) -> None:
-    print(f"{type(error).__name__}: {error}", flush=True)
-    os._exit(0)
 
 
 def dies_in_an_exchange(direction: str) -> None:
@@ -316,25 +307,18 @@ def dies_in_an_exchange(direction: str) -> None:
     part = graph_of("directed", size).part()
     features, _ = rows_of()
     x = features[part.vertices].requires_grad_()
-    graphs.aggregate(part, x).sum().backward()
 
-    def die(*_: object, **__: object) -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    try:
-        if direction == "backward":
+    def exchange(*, dies: bool) -> None:
+        with dying() if dies and direction == "forward" else nullcontext():
             y = graphs.aggregate(part, x)
-        if rank == size - 1:
-            with mock.patch.object(Peers, "start", die):
-                y.sum().backward() if direction == "backward" else graphs.aggregate(part, x)
-        y.sum().backward() if direction == "backward" else graphs.aggregate(part, x)
-    except TransportError as error:
-        report(error)
-    os._exit(1)
+        with dying() if dies else nullcontext():
+            y.sum().backward()
+
+    exchange(dies=False)
+    prints_and_ends(partial(exchange, dies=rank == size - 1))
 
 
 def raises_in_the_middle() -> None:
-    """The last rank fails between two layers, and its script ends."""
     rank, size = dist.get_rank(), dist.get_world_size()
     graph = graph_of("directed", size)
     model = GCN(graph.part())
@@ -344,10 +328,7 @@ def raises_in_the_middle() -> None:
     if rank == size - 1:
         with mock.patch.object(functional, "linear", side_effect=ValueError("in the middle")):
             model(x)
-    try:
-        model(x)
-    except BytesschedError as error:
-        report(error)
+    prints_and_ends(partial(model, x))
 
 
 def in_another_layer(kind: str) -> None:
@@ -357,13 +338,12 @@ def in_another_layer(kind: str) -> None:
     rows = [torch.ones(len(part.vertices), width, dtype=part.dtype) for width in (4, 8)]
     for x in rows:
         graphs.aggregate(part, x)
-    try:
-        for _ in range(2):
-            graphs.aggregate(part, rows[rank % 2])
-            rank += 1
-    except TransportError as error:
-        report(error)
-    os._exit(1)
+
+    def exchange() -> None:
+        for number in (rank, rank + 1):
+            graphs.aggregate(part, rows[number % 2])
+
+    prints_and_ends(exchange)
 
 
 def goes_on_elsewhere() -> None:
@@ -372,13 +352,16 @@ def goes_on_elsewhere() -> None:
     model = GCN(graph_of("directed", size).part())
     features, classes = rows_of()
     x, y = features[model.first.partition.vertices], classes[model.first.partition.vertices]
-    loss_of(model(x), y).backward()
-    try:
+
+    def train(steps: int) -> None:
+        for _ in range(steps):
+            loss_of(model(x), y).backward()
+
+    def goes_on() -> None:
         if rank == size - 1:
             # As if an error had been caught after the second layer.
             model.second(model.first(x).relu())
-        for _ in range(2):
-            loss_of(model(x), y).backward()
-    except TransportError as error:
-        report(error)
-    os._exit(1)
+        train(2)
+
+    train(1)
+    prints_and_ends(goes_on)

@@ -40,7 +40,7 @@ class HorovodContract(PluginContract):
             job,
             model,
             optimizer,
-            job.wrap_only,
+            job.wrap,
             attributes=lambda: sorted(vars(optimizer)),
             reduced=lambda: len(optimizer._requires_update),
             shutdown=lambda: hvd.mpi_ops.mpi_lib.horovod_torch_reset.__class__.__name__,
@@ -63,7 +63,6 @@ class Words(nn.Module):
 
 
 def tokens(step: int) -> Tensor:
-    """A batch for `Words`."""
     return torch.arange(6) + step % 3
 
 
@@ -153,9 +152,9 @@ def different_on_rank_1(kind: str) -> dict[str, Any]:
         "partition_bytes": {"partition_bytes": 512, "credit_bytes": 512},
         "policy": {"policy": "fifo"},
         "passes": {"horovod": {"backward_passes_per_step": 2}},
-        "op": {"horovod": {"op": hvd.Sum}},
+        "op": {"horovod": {"op": "Sum"}},
         "predivide": {"horovod": {"gradient_predivide_factor": 2.0}},
-        "compression": {"horovod": {"compression": hvd.Compression.fp16}},
+        "compression": {"horovod": {"compression": "fp16"}},
     }
     model = models.get(differs, mlp)()
     if differs == "frozen":
@@ -211,7 +210,7 @@ def wait_until_nothing_is_sent(model: nn.Module) -> None:
 
 
 def caught(
-    moment: str, who: int, in_step: int, tuned: bool, compression: str = "none"
+    who: int, moment: str, in_step: int, tuned: bool, compression: str = "none"
 ) -> dict[str, Any]:
     """Rank `who` catches an error of its own in the middle of a step, and never trains again."""
     job = job_to_fail(tuned=tuned)
@@ -225,18 +224,20 @@ def caught(
                 wait_until_nothing_is_sent(model)
             raise ArithmeticError("boom")
 
-    def run() -> None:
-        nonlocal boom
-        for step in range(5):
-            optimizer.zero_grad()
-            out = model[2](model[1](model[0](job.inputs(step))))
+    def watch(_: nn.Module, __: object, out: Tensor) -> None:
+        if out.requires_grad:
             out.register_hook(trip)
-            loss = model[4](model[3](out)).square().mean()
-            boom = step == in_step and job.rank == who
-            loss.backward()
-            optimizer.step()
+
+    def inputs(step: int) -> Tensor:
+        nonlocal boom
+        boom = step == in_step and job.rank == who
+        return job.inputs(step)
+
+    def run() -> None:
+        train(job, model, optimizer, steps=5, inputs=inputs)
         bytesched.flush()
 
+    model[2].register_forward_hook(watch)
     told = refusal(run)
     if job.rank == who and moment == "in the next forward pass":
         told["again"] = refusal(lambda: model(job.inputs(9)))
@@ -305,24 +306,14 @@ class Rounded(hvd.Compression.fp16):  # type: ignore[misc]
 def left_as_it_was(kind: str) -> dict[str, Any]:
     """`wrap` of what cannot be scheduled: what it said, and whether plain Horovod still trains."""
     autotunes = {"HOROVOD_AUTOTUNE": "1"} if kind == "autotune" else {}
+    horovod: dict[str, Any] = {"adasum": {"op": "Adasum"}, "compressor": {"compression": Rounded}}
+    fields: dict[str, Any] = {"bf16": {"compression": "bf16"}, "disabled": {"enabled": False}}
     with listening() as said, mock.patch.dict(os.environ, autotunes):
         job = HorovodJob(wrapped=True)
-        model = job.ddp(mlp())
-        horovod: dict[str, Any] = {}
-        fields: dict[str, Any] = {}
-        if kind == "adasum":
-            horovod = {"op": hvd.Adasum}
-        elif kind == "bf16":
-            fields = {"compression": "bf16"}
-        elif kind == "compressor":
-            horovod = {"compression": Rounded}
-        elif kind == "disabled":
-            fields = {"enabled": False}
-        elif kind == "sparse":
-            model = job.ddp(nn.Embedding(12, 8, sparse=True))
-        optimizer = job.distributed(sgd(model, momentum=0.0), model, **horovod)
+        model = job.ddp(nn.Embedding(12, 8, sparse=True) if kind == "sparse" else mlp())
+        optimizer = job.distributed(sgd(model, momentum=0.0), model, **horovod.get(kind, {}))
         before = footprint(model, optimizer)
-        same = bytesched.wrap(optimizer, model, **fields) is optimizer
+        same = bytesched.wrap(optimizer, model, **fields.get(kind, {})) is optimizer
         untouched = footprint(model, optimizer) == before
         for step in range(2):
             x = torch.arange(6) if kind == "sparse" else job.inputs(step)

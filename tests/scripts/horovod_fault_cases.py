@@ -5,10 +5,11 @@ from __future__ import annotations
 import atexit
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import horovod.torch as hvd
 import torch
-from faults_cases import FAULTS, Net, named, net, threads
+from faults_cases import FAULT_STEP, FAULTS, STEPS, Script, named, threads, timeout_of
 from faults_runner import tell
 from horovod_training import HorovodJob
 from rank_worker import Launch, Signals
@@ -18,47 +19,32 @@ from training import adamw
 import bytesched
 from bytesched.plugins.horovod.operations import Operations
 
-STEPS = 6
-FAULT_STEP = 3
 #: of the rehearsal, however busy the machine is
 REHEARSAL_TIMEOUT_S = 60.0
 
 
-class Script:
-    """The usual loop, in which `at` is called at every moment of step `fault_step`."""
+class HorovodScript(Script):
+    """The same loop under Horovod."""
 
     def __init__(
-        self, at: Callable[[str], object], timeout_s: float, *, wrapped: bool = True
+        self,
+        at: Callable[[str], object] = lambda moment: None,
+        *,
+        timeout_s: float,
+        wrapped: bool = True,
+        fault_step: int = FAULT_STEP,
     ) -> None:
-        self._at = at
-        self._job = HorovodJob(wrapped=wrapped, timeout_s=timeout_s)
-        self.fault_step = FAULT_STEP
-        self.step = 0
-        self.model: Net = net()
-        self.model.at = self._reached
-        self.optimizer = self._job.wrap(adamw(self.model), self.model)
+        self.job = HorovodJob(wrapped=wrapped, timeout_s=timeout_s)
+        super().__init__(at, fault_step=fault_step)
 
-    def _reached(self, moment: str) -> None:
-        if self.step == self.fault_step:
-            self._at(moment)
+    def begun(self) -> tuple[Any, Any]:
+        return self.model, self.job.wrap(adamw(self.model), self.model)
 
-    def train(self, steps: int = STEPS) -> None:
-        for self.step in range(steps):
-            self.optimizer.zero_grad()
-            loss = self.model(self._job.inputs(self.step)).square().mean()
-            self._reached("before_backward")
-            loss.backward()
-            self.optimizer.step()
-            self._reached("after_step")
-
-    def close(self) -> None:
-        self._job.close()
-
-    def weights(self) -> list[Tensor]:
-        return [p.detach().clone() for p in self.model.parameters()]
+    def inputs(self, step: int) -> Tensor:
+        return self.job.inputs(step)
 
 
-def train_until_fault(victim: int, moment: str, fault: str, timeout_s: float) -> None:
+def train_until_fault(victim: int, moment: str, fault: str) -> None:
     """Rank `victim` meets `fault` at `moment`; whoever notices tells."""
     # Functions registered first run last, so this one sees what the library's own left behind.
     atexit.register(lambda: tell(threads_left=[name for name in threads() if "bytesched" in name]))
@@ -71,10 +57,10 @@ def train_until_fault(victim: int, moment: str, fault: str, timeout_s: float) ->
 
     # What a process does for the first time (imports, most of all) takes seconds on a busy machine,
     # for which the other rank would wait.
-    rehearsal = Script(lambda _: None, REHEARSAL_TIMEOUT_S)
+    rehearsal = HorovodScript(timeout_s=REHEARSAL_TIMEOUT_S)
     rehearsal.train(2)
-    rehearsal.close()
-    script = Script(at, timeout_s)
+    rehearsal.job.close()
+    script = HorovodScript(at, timeout_s=timeout_of(fault))
     try:
         script.train(FAULT_STEP if fault == "end" and hvd.rank() == victim else STEPS)
         bytesched.flush()
@@ -109,7 +95,7 @@ def leave(how: str, store_port: int) -> None:
 
     Rank 1 owes its last gradients until then. The weights are compared at the very end.
     """
-    scripts: list[Script] = []
+    scripts: list[HorovodScript] = []
 
     def compare() -> None:
         expected, found = (script.weights() for script in scripts)
@@ -120,7 +106,7 @@ def leave(how: str, store_port: int) -> None:
 
     # After our own handler, which is registered later, and before Horovod's.
     atexit.register(compare)
-    scripts.append(Script(lambda _: None, 100.0, wrapped=False))
+    scripts.append(HorovodScript(timeout_s=100.0, wrapped=False))
     scripts[0].train()
     launch = {"rank": hvd.rank(), "world_size": hvd.size(), "store_port": store_port}
     signals = Signals(Launch(**launch, timeout_s=100.0, output="", import_path=[]))
@@ -129,8 +115,7 @@ def leave(how: str, store_port: int) -> None:
         if moment == "before_last_gradients" and hvd.rank() == 1:
             signals.wait("rank 0 leaves")
 
-    scripts.append(Script(at, 30.0))
-    scripts[1].fault_step = STEPS - 1
+    scripts.append(HorovodScript(at, timeout_s=30.0, fault_step=STEPS - 1))
     scripts[1].train()
     signals.set(f"rank {hvd.rank()} leaves")
     if how == "shutdown":

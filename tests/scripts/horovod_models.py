@@ -6,7 +6,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from scripts_models import Branching, batch
+from horovod_scripts import synchronized
+from scripts_models import Branching, batch, frozen_mlp
 from torch import Tensor, nn, optim
 from training import STEPS, adamw, backward, mlp, script, sgd, train
 
@@ -46,7 +47,6 @@ def branching_accumulated(job: HorovodJob, model: Any, optimizer: Any, step: int
 
 @script(adamw, module=lambda: nn.ModuleDict({"one": mlp(), "other": mlp()}), when="step")
 def two_losses_of_parts(job: HorovodJob, model: Any, optimizer: Any, step: int) -> None:
-    """Two backward passes over different parameters make one step."""
     optimizer.zero_grad()
     for part in ("one", "other") if step % 2 else ("other", "one"):
         loss = model.module[part](job.inputs(step)).square().mean()
@@ -67,30 +67,21 @@ class Text(nn.Module):
         return self.head(self.embed(tokens))
 
 
-def sparse(job: HorovodJob, as_dense: bool, op: str) -> None:
+def sparse(job: HorovodJob, as_dense: bool, op: str, passes: int = 1) -> None:
     model = job.ddp(Text())
-    arguments = {"sparse_as_dense": as_dense, "op": getattr(job.hvd, op)}
+    arguments = {"sparse_as_dense": as_dense, "op": op, "backward_passes_per_step": passes}
     optimizer = job.wrap(sgd(model, momentum=0.0), model, horovod=arguments)
-    train(job, model, optimizer, inputs=lambda step: batch(job, "tied", step))
-    for step in range(STEPS):
+    for step in range(2 * STEPS):
         optimizer.zero_grad()
-        model(batch(job, "tied", step)).square().mean().backward()
-        optimizer.synchronize()
-        job.record("gradient", model.module.embed.weight.grad)
-        with optimizer.skip_synchronize():
+        for micro in range(passes):
+            loss = model(batch(job, "tied", passes * step + micro)).square().mean()
+            loss.backward()
+            job.record("loss", loss)
+        if step < STEPS:
             optimizer.step()
-    job.record_state(model, optimizer)
-
-
-def sparse_accumulated(job: HorovodJob, as_dense: bool) -> None:
-    model = job.ddp(Text())
-    arguments = {"sparse_as_dense": as_dense, "backward_passes_per_step": 2}
-    optimizer = job.wrap(sgd(model, momentum=0.0), model, horovod=arguments)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        for micro in range(2):
-            model(batch(job, "tied", 2 * step + micro)).square().mean().backward()
-        optimizer.step()
+            continue
+        with synchronized(optimizer):
+            job.record("gradient", model.module.embed.weight.grad)
     job.record_state(model, optimizer)
 
 
@@ -113,18 +104,12 @@ def mixed_dtypes(job: HorovodJob, model: Any, optimizer: Any) -> None:
     train(job, model, optimizer)
 
 
-def frozen_and_thawed(job: HorovodJob) -> None:
+@script(sgd, frozen_mlp)
+def thawed(job: HorovodJob, model: Any, optimizer: Any) -> None:
     """What was frozen when Horovod's optimizer was made is never averaged."""
-    module = mlp()
-    module[0].requires_grad_(False)
-    model = job.ddp(module)
-    optimizer = job.wrap(sgd(model), model)
     train(job, model, optimizer, steps=3)
-    module[0].requires_grad_(True)
-    train(job, model, optimizer, first_step=3, steps=3)
-    module[2].requires_grad_(False)
-    train(job, model, optimizer, first_step=6)
-    job.record_state(model, optimizer)
+    model.module[0].requires_grad_(True)
+    train(job, model, optimizer, first_step=3)
 
 
 def named(model: nn.Module, prefix: str) -> list[tuple[str, nn.Parameter]]:
@@ -182,19 +167,13 @@ def one_wrapped_of_two_optimizers(job: HorovodJob) -> None:
     job.record_state(model, one, other)
 
 
-def process_set(job: HorovodJob, *ranks: int, **arguments: Any) -> None:
-    """Training on some ranks; the others train alone."""
-    added = job.hvd.add_process_set(list(ranks))
+def process_set(job: HorovodJob, compression: str) -> None:
+    added = job.hvd.add_process_set([0, 2])
     model = job.ddp(mlp())
-    arguments = {"process_set": added, "gradient_predivide_factor": 1.5, **arguments}
+    arguments = {"process_set": added, "gradient_predivide_factor": 1.5, "compression": compression}
     optimizer = job.wrap(adamw(model), model, horovod=arguments)
     train(job, model, optimizer)
     job.record_state(model, optimizer)
     job.close()
     job.hvd.barrier()
     job.hvd.remove_process_set(added)
-
-
-def halves_in_a_process_set(job: HorovodJob, *ranks: int) -> None:
-    """The same with gradients in half precision on the wire."""
-    process_set(job, *ranks, compression=job.hvd.Compression.fp16)

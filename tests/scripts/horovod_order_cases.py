@@ -20,20 +20,14 @@ from bytesched.plugins.registry import session_of
 STEPS = 8
 
 
-def evens_first(count: int) -> list[int]:
-    return [*range(0, count, 2), *range(1, count, 2)]
-
-
-def last_first(count: int) -> list[int]:
-    return list(range(count))[::-1]
-
-
 #: of chunks, from these steps on: Horovod remembers the one, and is to keep to the other
-ORDERS: dict[int, Callable[[int], list[int]]] = {4: evens_first, STEPS - 2: last_first}
+ORDERS: dict[int, Callable[[int], list[int]]] = {
+    4: lambda count: [*range(0, count, 2), *range(1, count, 2)],
+    STEPS - 2: lambda count: list(range(count))[::-1],
+}
 
 
 def planning_of(model: nn.Module) -> Any:
-    """The plan of the session of ``model``."""
     session = session_of(model)
     assert isinstance(session, HookedSession)
     return session.planning

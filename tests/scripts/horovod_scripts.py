@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -15,75 +17,76 @@ if TYPE_CHECKING:
     from horovod_training import HorovodJob
 
 
-def accumulated(job: HorovodJob, passes: int) -> None:
-    """Several backward passes per step, with an evaluation between them."""
+@contextlib.contextmanager
+def synchronized(
+    optimizer: Any, step: Callable[[], object] | None = None, *, steps: bool = True
+) -> Iterator[None]:
+    """Between all sums and the step, as Horovod's documentation says to clip."""
+    optimizer.synchronize()
+    yield
+    if steps:
+        with optimizer.skip_synchronize():
+            (step or optimizer.step)()
+
+
+def passes_of(job: HorovodJob, model: Any, step: int, passes: int) -> None:
+    for micro in range(passes):
+        loss = model(job.inputs(10 * step + micro)).square().mean()
+        loss.backward()
+        job.record("loss", loss)
+
+
+def accumulate(job: HorovodJob, model: Any, optimizer: Any, step: int, passes: int) -> None:
+    optimizer.zero_grad()
+    passes_of(job, model, step, passes)
+    optimizer.step()
+
+
+def given(job: HorovodJob, arguments: dict[str, Any]) -> None:
     model = job.ddp(mlp())
-    optimizer = job.wrap(adamw(model), model, horovod={"backward_passes_per_step": passes})
+    optimizer = job.wrap(adamw(model), model, horovod=arguments)
     for step in range(STEPS):
-        optimizer.zero_grad()
-        for micro in range(passes):
-            loss = model(job.inputs(10 * step + micro)).square().mean() / passes
-            loss.backward()
-            job.record("loss", loss)
-            with torch.no_grad():
-                job.record("evaluated", model(job.inputs(500 + step)))
-        optimizer.step()
+        accumulate(job, model, optimizer, step, arguments.get("backward_passes_per_step", 1))
+        with torch.no_grad():
+            job.record("evaluated", model(job.inputs(500 + step)))
     job.record_state(model, optimizer)
 
 
 @script(sgd, fields={"horovod": {"backward_passes_per_step": 2}})
 def accumulation_changed(job: HorovodJob, model: Any, optimizer: Any) -> None:
-    """The number of passes is another one from step to step."""
     for step, passes in enumerate((2, 2, 1, 3, 3, 1, 2)):
         optimizer.set_backward_passes_per_step(passes)
-        optimizer.zero_grad()
-        for micro in range(passes):
-            model(job.inputs(10 * step + micro)).square().mean().backward()
-        optimizer.step()
+        accumulate(job, model, optimizer, step, passes)
 
 
 @script(sgd, fields={"horovod": {"backward_passes_per_step": 3}})
 def partial_window(job: HorovodJob, model: Any, optimizer: Any) -> None:
     """The last step of an epoch comes after fewer passes than the others; so does the first."""
     for step, passes in enumerate((1, 3, 2, 3, 1, 3)):
-        optimizer.zero_grad()
-        for micro in range(passes):
-            model(job.inputs(10 * step + micro)).square().mean().backward()
-        optimizer.step()
+        accumulate(job, model, optimizer, step, passes)
 
 
 def too_many_backwards(job: HorovodJob, passes: int) -> None:
-    """One backward more than was said: Horovod's own error, and training goes on after a step."""
+    """One backward more than was said: Horovod's own error."""
     model = job.ddp(mlp())
     optimizer = job.wrap(sgd(model), model, horovod={"backward_passes_per_step": passes})
-    train_accumulated(job, model, optimizer, passes)
-    for micro in range(passes):
-        model(job.inputs(micro)).square().mean().backward()
+    for step in range(STEPS):
+        accumulate(job, model, optimizer, step, passes)
+    passes_of(job, model, 0, passes)
     try:
-        model(job.inputs(50)).square().mean().backward()
+        passes_of(job, model, 5, 1)
     except AssertionError as error:
         job.record("error", str(error))
     job.record("complained", True)
 
 
-def train_accumulated(job: HorovodJob, model: Any, optimizer: Any, passes: int) -> None:
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        for micro in range(passes):
-            model(job.inputs(10 * step + micro)).square().mean().backward()
-        optimizer.step()
-
-
 @script(adamw, when="step")
 def clipped(job: HorovodJob, model: Any, optimizer: Any, step: int) -> None:
-    """Clipping as Horovod's documentation says."""
     optimizer.zero_grad()
     loss = backward(job, model, step)
-    optimizer.synchronize()
-    job.record("norm", clip_grad_norm_(model.parameters(), 0.05, foreach=step % 2 == 0))
-    job.record("gradients", [p.grad for p in model.parameters()])
-    with optimizer.skip_synchronize():
-        optimizer.step()
+    with synchronized(optimizer):
+        job.record("norm", clip_grad_norm_(model.parameters(), 0.05, foreach=step % 2 == 0))
+        job.record("gradients", [p.grad for p in model.parameters()])
     job.record("loss", loss)
 
 
@@ -91,15 +94,11 @@ def clipped(job: HorovodJob, model: Any, optimizer: Any, step: int) -> None:
 def clipped_without_synchronize(job: HorovodJob, model: Any, optimizer: Any, step: int) -> None:
     """Under plain Horovod a race; here gradients that are read are complete."""
     optimizer.zero_grad()
-    model(job.inputs(step)).square().mean().backward()
-    if not job.wrapped:
-        optimizer.synchronize()
-    job.record("norm", clip_grad_norm_(model.parameters(), 0.05))
+    backward(job, model, step)
+    with contextlib.nullcontext() if job.wrapped else synchronized(optimizer):
+        job.record("norm", clip_grad_norm_(model.parameters(), 0.05))
     if job.wrapped:
         optimizer.step()
-    else:
-        with optimizer.skip_synchronize():
-            optimizer.step()
 
 
 @script(sgd)
@@ -109,7 +108,7 @@ def synchronized_twice(job: HorovodJob, model: Any, optimizer: Any) -> None:
         warnings.simplefilter("always")
         for step in range(STEPS):
             optimizer.zero_grad()
-            model(job.inputs(step)).square().mean().backward()
+            backward(job, model, step)
             optimizer.synchronize()
             job.record("gradients", [p.grad for p in model.parameters()])
             with torch.no_grad():
@@ -127,18 +126,15 @@ def synchronize_alone(job: HorovodJob, model: Any, optimizer: Any) -> None:
     job.record("gradients", [p.grad for p in model.parameters()])
     for step in range(STEPS):
         optimizer.zero_grad()
-        model(job.inputs(step)).square().mean().backward()
+        backward(job, model, step)
         optimizer.synchronize()
-        optimizer.synchronize()
-        job.record("gradients", [p.grad for p in model.parameters()])
-        if step % 2:
-            with optimizer.skip_synchronize():
-                optimizer.step()
+        with synchronized(optimizer, steps=step % 2 == 1):
+            job.record("gradients", [p.grad for p in model.parameters()])
 
 
 def steps_in_a_row(job: HorovodJob) -> None:
     model = job.ddp(mlp())
-    optimizer = job.wrap(adamw(model), model, horovod={"op": job.hvd.Sum})
+    optimizer = job.wrap(adamw(model), model, horovod={"op": "Sum"})
     train(job, model, optimizer, after_step=lambda step: step % 3 and optimizer.step())
     job.record_state(model, optimizer)
 
@@ -169,12 +165,10 @@ def zeroed_before_step(job: HorovodJob, model: Any, optimizer: Any) -> None:
 
 @script(sgd, when="step")
 def zeroed_after_synchronize(job: HorovodJob, model: Any, optimizer: Any, step: int) -> None:
-    model(job.inputs(step)).square().mean().backward()
-    optimizer.synchronize()
-    if step % 3 == 1:
-        optimizer.zero_grad()
-    with optimizer.skip_synchronize():
-        optimizer.step()
+    backward(job, model, step)
+    with synchronized(optimizer):
+        if step % 3 == 1:
+            optimizer.zero_grad()
     model.zero_grad(set_to_none=step % 2 == 0)
 
 
@@ -183,48 +177,20 @@ ZEROINGS = ("optimizer", "model_to_none", "model_to_zero", "by_hand_to_zero", "n
 
 @script(sgd)
 def zeroed(job: HorovodJob, model: Any, optimizer: Any, how: str) -> None:
-    def zero() -> None:
-        if how == "optimizer":
-            optimizer.zero_grad()
-        elif how == "model_to_none":
-            model.zero_grad(set_to_none=True)
-        elif how == "model_to_zero":
-            model.zero_grad(set_to_none=False)
-        elif how == "by_hand_to_zero":
-            for p in model.parameters():
-                if p.grad is not None:
-                    p.grad.zero_()
+    def by_hand() -> None:
+        for p in model.parameters():
+            if p.grad is not None:
+                p.grad.zero_()
 
+    zero: Callable[[], object] = {
+        "optimizer": optimizer.zero_grad,
+        "model_to_none": model.zero_grad,
+        "model_to_zero": partial(model.zero_grad, set_to_none=False),
+        "by_hand_to_zero": by_hand,
+        "never": lambda: None,
+    }[how]
     train(job, model, optimizer, zero_grad=zero)
     train(job, model, optimizer, zero_grad=lambda: None, after_step=lambda _: zero())
-
-
-def one_argument(job: HorovodJob, **horovod: Any) -> None:
-    model = job.ddp(mlp())
-    optimizer = job.wrap(adamw(model), model, horovod=horovod)
-    train(job, model, optimizer)
-    job.record_state(model, optimizer)
-
-
-def predivided(job: HorovodJob, factor: float) -> None:
-    one_argument(job, gradient_predivide_factor=factor)
-
-
-def reduced_by(job: HorovodJob, op: str) -> None:
-    one_argument(job, op=getattr(job.hvd, op))
-
-
-def grouped(job: HorovodJob, groups: int, passes: int) -> None:
-    model = job.ddp(mlp())
-    arguments = {"groups": groups, "backward_passes_per_step": passes}
-    optimizer = job.wrap(adamw(model), model, horovod=arguments)
-    train_accumulated(job, model, optimizer, passes)
-    job.record_state(model, optimizer)
-
-
-def grouped_and_predivided(job: HorovodJob) -> None:
-    """Horovod does not divide what it sums in groups beforehand."""
-    one_argument(job, groups=2, gradient_predivide_factor=3.0)
 
 
 def grouped_by_list(job: HorovodJob) -> None:
@@ -236,11 +202,9 @@ def grouped_by_list(job: HorovodJob) -> None:
     train(job, model, optimizer)
     for step in range(STEPS):
         optimizer.zero_grad()
-        model(job.inputs(step)).square().mean().backward()
-        optimizer.synchronize()
-        clip_grad_norm_(model.parameters(), 0.05)
-        with optimizer.skip_synchronize():
-            optimizer.step()
+        backward(job, model, step)
+        with synchronized(optimizer):
+            clip_grad_norm_(model.parameters(), 0.05)
     job.record_state(model, optimizer)
 
 
@@ -266,17 +230,15 @@ def grouped_with_others(job: HorovodJob) -> None:
 def half_on_the_wire(job: HorovodJob, op: str, factor: float, shift: float) -> None:
     """Gradients of very different size, some below what half precision has, in odd numbers."""
     model = job.ddp(nn.Sequential(nn.Linear(8, 13), nn.Tanh(), nn.Linear(13, 5)))
-    arguments = {"compression": job.hvd.Compression.fp16, "op": getattr(job.hvd, op)}
+    arguments: dict[str, Any] = {"compression": "fp16", "op": op}
     if op == "Average":
         arguments["gradient_predivide_factor"] = factor
     optimizer = job.wrap(sgd(model), model, horovod=arguments)
     for step in range(STEPS):
         optimizer.zero_grad()
         (model(job.inputs(step)).square().mean() * shift).backward()
-        optimizer.synchronize()
-        job.record("gradients", [p.grad for p in model.parameters()])
-        with optimizer.skip_synchronize():
-            optimizer.step()
+        with synchronized(optimizer):
+            job.record("gradients", [p.grad for p in model.parameters()])
     job.record_state(model, optimizer)
 
 
@@ -293,7 +255,6 @@ def double_precision(job: HorovodJob, factor: float) -> None:
     when="step",
 )
 def half_precision(job: HorovodJob, model: Any, optimizer: Any, step: int) -> None:
-    """A model in half precision beside one layer in single precision."""
     optimizer.zero_grad()
     model(job.inputs(step).half()).float().square().mean().backward()
     optimizer.step()

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import dropped_models
 import horovod.torch as hvd
-import training
 from restless import RestlessJob, ScriptedJob
 from torch import nn
 from torch.optim import Optimizer
@@ -44,13 +42,12 @@ class HorovodJob(Job):
     def distributed(
         self, optimizer: Optimizer, model: nn.Module, names: Any = None, **horovod: Any
     ) -> Any:
-        """Horovod's optimizer in place of `optimizer`."""
+        """Horovod's optimizer in place of `optimizer`; with ops and compressors by name."""
+        for name, place in (("op", hvd), ("compression", hvd.Compression)):
+            if isinstance(given := horovod.get(name), str):
+                horovod[name] = getattr(place, given)
         names = model.named_parameters() if names is None else names
         return hvd.DistributedOptimizer(optimizer, named_parameters=names, **horovod)
-
-    def wrap_only(self, optimizer: Optimizer, model: nn.Module, **fields: Any) -> Any:
-        """`optimizer`, which is Horovod's already, wrapped."""
-        return super().wrap(optimizer, model, **fields)
 
     def wrap(
         self,
@@ -61,19 +58,10 @@ class HorovodJob(Job):
         horovod: dict[str, Any] | None = None,
         **fields: Any,
     ) -> Any:
-        """Horovod's optimizer in place of `optimizer`, made with `horovod`, and wrapped."""
-        distributed = self.distributed(optimizer, model, names, **horovod or {})
-        return self.wrap_only(distributed, model, **fields)
-
-
-def compare(
-    script: tuple[str, str],
-    args: tuple[Any, ...] = (),
-    options: dict[str, Any] | None = None,
-    rtol: float = 0.0,
-) -> tuple[list[str], dict[str, int | float | str]]:
-    """`training.compare` on Horovod."""
-    return training.compare(script, args, options, rtol, HorovodJob)
+        """Horovod's optimizer in place of `optimizer`, if that is not it, and wrapped."""
+        if not hasattr(optimizer, "skip_synchronize"):
+            optimizer = self.distributed(optimizer, model, names, **horovod or {})
+        return super().wrap(optimizer, model, **fields)
 
 
 class RestlessHorovodJob(RestlessJob, HorovodJob):
@@ -82,7 +70,3 @@ class RestlessHorovodJob(RestlessJob, HorovodJob):
 
 class ScriptedHorovodJob(ScriptedJob, HorovodJob):
     """One whose wrapped run passes through given settings."""
-
-
-def dropped_in_turn(count: int, reads: bool) -> list[str]:
-    return dropped_models.dropped_in_turn(count, reads, HorovodJob)

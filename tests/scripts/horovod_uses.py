@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import io
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from horovod_scripts import accumulate, synchronized
 from scripts_optimizers import SCHEDULES
 from torch import Tensor, nn
 from training import STEPS, adamw, backward, mlp, script, sgd, train
@@ -50,10 +52,8 @@ def collectives_of_the_user(job: HorovodJob, model: Any, optimizer: Any) -> None
         optimizer.zero_grad()
         loss = backward(job, model, step)
         job.record("loss", job.hvd.allreduce(loss.detach(), name="loss"))
-        optimizer.synchronize()
-        job.record("gradient", job.hvd.allreduce(last.grad, op=job.hvd.Sum, name="a gradient"))
-        with optimizer.skip_synchronize():
-            optimizer.step()
+        with synchronized(optimizer):
+            job.record("gradient", job.hvd.allreduce(last.grad, op=job.hvd.Sum, name="a gradient"))
         job.record("gathered", job.hvd.allgather(first.detach(), name="a weight"))
         job.record("sum", job.hvd.allreduce(last.data, op=job.hvd.Sum, name="another weight"))
         job.record("objects", job.hvd.allgather_object(float(first.sum())))
@@ -98,11 +98,10 @@ def resumed(job: HorovodJob) -> None:
 
 
 def scheduled(job: HorovodJob, name: str) -> None:
-    """A scheduler made between Horovod's optimizer and the wrapping."""
     model = job.ddp(mlp())
     optimizer = job.distributed(sgd(model), model)
     scheduler = SCHEDULES[name](optimizer)
-    job.wrap_only(optimizer, model)
+    job.wrap(optimizer, model)
     train(job, model, optimizer, after_step=lambda _: scheduler.step())
     job.record_state(model, optimizer)
 
@@ -118,11 +117,11 @@ def step_hooks(job: HorovodJob, made: str) -> None:
         job.record("before", first)
 
     if made == "after":
-        job.wrap_only(optimizer, model)
+        job.wrap(optimizer, model)
     optimizer.register_step_pre_hook(warm_up)
     optimizer.register_step_post_hook(lambda *_: job.record("after", first))
     if made == "before":
-        job.wrap_only(optimizer, model)
+        job.wrap(optimizer, model)
     train(job, model, optimizer)
     job.record_state(model, optimizer)
 
@@ -132,20 +131,17 @@ def unwrapped_in_the_middle(job: HorovodJob, model: Any, optimizer: Any) -> None
     """Plain Horovod's own optimizer is back, in the middle of everything, and taken again."""
     for part in range(4):
         for step in range(3):
-            optimizer.zero_grad()
-            for micro in range(2):
-                model(job.inputs(10 * part + 2 * step + micro)).square().mean().backward()
-            optimizer.step()
+            accumulate(job, model, optimizer, 4 * part + step, passes=2)
         if part % 2 == 0:
             job.unwrap(optimizer)
         else:
-            job.wrap_only(optimizer, model)
+            job.wrap(optimizer, model)
 
 
 def unwrapped_between_backward_and_step(job: HorovodJob, groups: int | None, op: str) -> None:
     """What has been reduced is not reduced again; what has been accumulated is not lost."""
     model = job.ddp(mlp())
-    arguments = {"groups": groups, "op": getattr(job.hvd, op), "backward_passes_per_step": 2}
+    arguments = {"groups": groups, "op": op, "backward_passes_per_step": 2}
     optimizer = job.wrap(adamw(model), model, horovod=arguments)
     for step in range(8):
         optimizer.zero_grad()
@@ -155,7 +151,7 @@ def unwrapped_between_backward_and_step(job: HorovodJob, groups: int | None, op:
                 job.unwrap(optimizer)
         optimizer.step()
         if step % 2:
-            job.wrap_only(optimizer, model)
+            job.wrap(optimizer, model)
     job.record_state(model, optimizer)
 
 
@@ -167,10 +163,8 @@ def scaler_off(job: HorovodJob, model: Any, optimizer: Any) -> None:
         with torch.autocast("cpu", dtype=torch.bfloat16):
             loss = model(job.inputs(step)).float().square().mean()
         scaler.scale(loss).backward()
-        optimizer.synchronize()
-        scaler.unscale_(optimizer)
-        with optimizer.skip_synchronize():
-            scaler.step(optimizer)
+        with synchronized(optimizer, partial(scaler.step, optimizer)):
+            scaler.unscale_(optimizer)
         scaler.update()
         job.record("loss", loss)
 
@@ -186,10 +180,8 @@ def scaled(job: HorovodJob, fused: bool) -> None:
         if step == 3 and job.rank == 1:
             loss = loss * float("inf")
         scaler.scale(loss).backward()
-        optimizer.synchronize()
-        scaler.unscale_(optimizer)
-        with optimizer.skip_synchronize():
-            scaler.step(optimizer)
+        with synchronized(optimizer, partial(scaler.step, optimizer)):
+            scaler.unscale_(optimizer)
         scaler.update()
         job.record("scale", scaler.get_scale())
     job.record_state(model, optimizer)

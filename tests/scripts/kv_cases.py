@@ -22,7 +22,7 @@ from torch import nn
 
 import bytesched
 from bytesched.config import Config
-from bytesched.errors import PeerLost, PluginError, SchedulerTimeout, UnusedParameterError
+from bytesched.errors import SchedulerTimeout
 from bytesched.plugins.mpi_kvstore import MPIKVStore, open_store
 from bytesched.plugins.stores.mpi import opening as mpi_kvstore
 from bytesched.plugins.stores.mpi.loop import Loop
@@ -30,7 +30,6 @@ from bytesched.plugins.stores.mpi.messages import TO_WORKER, Message, Op
 from bytesched.plugins.stores.mpi.server import Server
 from bytesched.plugins.stores.mpi.transfer import Answers
 from bytesched.plugins.stores.scheduled import ScheduledKVStore
-from bytesched.plugins.stores.training import begin as kvstore_training
 
 TIMEOUT_S = 100.0
 
@@ -69,21 +68,37 @@ def optimizer_in_the_store() -> None:
     kv.close()
 
 
-def state_moves_to_another_store() -> None:
-    kv = open_store(timeout_s=TIMEOUT_S)
+def adam_in_the_store(**options: Any) -> tuple[MPIKVStore, Callable[[], torch.Tensor]]:
+    """A store, and what a step makes of its one weight."""
+    kv = open_store(timeout_s=TIMEOUT_S, **options)
     kv.set_optimizer("Adam", lr=0.1)
     kv.init("weight", torch.zeros(6, dtype=torch.float64))
-    out = torch.empty(6, dtype=torch.float64)
     gradient = torch.arange(6, dtype=torch.float64)
-    for _ in range(3):
-        kv.pushpull("weight", gradient, out)
+
+    def step() -> torch.Tensor:
+        kv.pushpull("weight", gradient, out := torch.empty(6, dtype=torch.float64))
+        return out
+
+    return kv, step
+
+
+def state_is_put_back() -> None:
+    kv, step = adam_in_the_store()
+    weight = [step() for _ in range(3)][-1]
     state = kv.get_state("weight")
     kv.barrier()
-    kv.pushpull("weight", gradient, expected := torch.empty(6, dtype=torch.float64))
-    assert torch.equal(state["value"], out)
+    expected = step()
+    assert torch.equal(state["value"], weight)
     kv.set_state("weight", state)
-    kv.pushpull("weight", gradient, out)
-    assert torch.equal(out, expected)
+    assert torch.equal(step(), expected)
+    saved.update(state=state, expected=expected)
+    kv.close()
+
+
+def state_moves_to_another_store() -> None:
+    kv, step = adam_in_the_store(servers=1)
+    kv.set_state("weight", saved["state"])
+    assert torch.equal(step(), saved["expected"])
     kv.close()
 
 
@@ -103,13 +118,6 @@ def keys_of_many_sizes_over_mpi() -> None:
         expected = step * kv.num_workers + sum(range(kv.num_workers))
         assert all(bool((value == expected).all()) for value in keys.values()), step
     kv.close()
-
-
-def session_of(kv: MPIKVStore, kind: str, seed: int) -> tuple[nn.Module, Any, Any]:
-    model = model_of(seed)
-    optimizer = OPTIMIZERS[kind](model.parameters())
-    config = Config(timeout_s=TIMEOUT_S, partition_bytes=2048)
-    return model, optimizer, kvstore_training.attach(optimizer, model, kv, config)
 
 
 def steps_of(model: nn.Module, optimizer: Any, data: Any) -> None:
@@ -135,101 +143,32 @@ def _stays(model: weakref.ref[nn.Module], before: tuple[int, int]) -> None:
     )
 
 
-def a_session_ends_with_its_model() -> None:
-    kv = open_store(timeout_s=TIMEOUT_S)
+def a_session_ends_with_its_model(*, updates: bool = False) -> None:
+    kv = open_store(timeout_s=TIMEOUT_S, updates=updates)
     kv.barrier()
     before = held()
-    for _ in range(4):
+    for _ in range(1 if updates else 4):
         _stays(_dropped(kv), before)
     kv.barrier()
     kv.close()
 
 
 def a_session_whose_optimizer_is_in_the_store_ends_with_its_model() -> None:
-    kv = open_store(timeout_s=TIMEOUT_S, updates=True)
-    kv.barrier()
-    before = held()
-    _stays(_dropped(kv), before)
-    kv.barrier()
-    kv.close()
-
-
-def a_checkpoint_holds_the_state_of_the_store() -> None:
-    kv = open_store(timeout_s=TIMEOUT_S, updates=True)
-    data = batches(kv.rank)
-    model, optimizer, session = session_of(kv, "adamw", 0)
-    steps_of(model, optimizer, data[:4])
-    checkpoint = {key: value.clone() for key, value in model.state_dict().items()}
-    state = optimizer.state_dict()
-    assert state["state"][0]["exp_avg"].shape == (40, 6), state["state"].keys()
-    steps_of(model, optimizer, data[4:])
-    expected = {key: value.clone() for key, value in model.state_dict().items()}
-    model.load_state_dict(checkpoint)
-    optimizer.load_state_dict(state)
-    steps_of(model, optimizer, data[4:])
-    session.flush()
-    for key, value in model.state_dict().items():
-        assert torch.equal(value, expected[key]), key
-    saved.update(model=checkpoint, optimizer=state, expected=expected)
-    session.close()
-    kv.close()
-
-
-def another_job_resumes_from_the_checkpoint() -> None:
-    kv = open_store(timeout_s=TIMEOUT_S, updates=True, servers=1)
-    model, optimizer, session = session_of(kv, "adamw", 5)
-    model.load_state_dict(saved["model"])
-    optimizer.load_state_dict(saved["optimizer"])
-    steps_of(model, optimizer, batches(kv.rank)[4:])
-    session.flush()
-    for key, value in model.state_dict().items():
-        assert torch.equal(value, saved["expected"][key]), key
-    session.close()
-    kv.close()
-
-
-def gradients_in_the_store_cannot_be_read() -> None:
-    kv = open_store(timeout_s=TIMEOUT_S, updates=True)
-    model, optimizer, session = session_of(kv, "sgd", 0)
-    inputs, targets = batches(kv.rank)[0]
-    nn.functional.mse_loss(model(inputs), targets).backward()
-    raises(
-        PluginError,
-        lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0),
-        "the gradient of '0.weight' is in the store",
-    )
-    optimizer.step()
-    # A part of the model only.
-    next(model.children())(inputs).sum().backward()
-    raises(UnusedParameterError, optimizer.step, "4 parameters got no gradient")
-    session.close()
-    raises(PeerLost, kv.barrier, "gave up: UnusedParameterError")
-
-
-class _Silent:
-    """A loop and a transfer that only remember."""
-
-    def __init__(self) -> None:
-        self.taken: list[tuple[int, int]] = []
-        self.ends: list[Callable[[], None]] = []
-
-    def send_message(self, rank: int, tag: int, message: Message) -> None:
-        pass
-
-    def receive(self, buffer: Any, rank: int, tag: int, then: Callable[[], None]) -> None:
-        then()
-
-    def forget(self, key: int) -> None:
-        pass
-
-    def take(self, rank: int, message: Message, memory: Any, then: Callable[[], None]) -> None:
-        self.taken.append((message.key, rank))
-        self.ends.append(then)
+    a_session_ends_with_its_model(updates=True)
 
 
 def most_complete_keys_are_served_first() -> None:
-    silent = _Silent()
-    fake: Any = silent
+    taken: list[tuple[int, int]] = []
+    ends: list[Callable[[], None]] = []
+
+    def take(rank: int, message: Message, memory: Any, then: Callable[[], None]) -> None:
+        taken.append((message.key, rank))
+        ends.append(then)
+
+    #: a loop and a transfer that only remember
+    fake: Any = SimpleNamespace(
+        send_message=mock.Mock(), receive=lambda *given: given[-1](), forget=mock.Mock(), take=take
+    )
     server = Server(fake, fake, [0, 1, 2], TIMEOUT_S)
     for key in range(6):
         what = {"name": "k", "dtype": "float32", "shape": [2]}
@@ -237,11 +176,11 @@ def most_complete_keys_are_served_first() -> None:
     for key in (5, 4, 3, 2, 1, 0):
         server.on_message(0, Message(Op.PUSH, key, 1, 8, priority=-key))
     server.on_message(1, Message(Op.PUSH, 5, 1, 8, priority=-5))
-    assert silent.taken == [(5, 0), (4, 0), (3, 0), (2, 0)]
-    for then in silent.ends[:3]:
+    assert taken == [(5, 0), (4, 0), (3, 0), (2, 0)]
+    for then in ends[:3]:
         then()
     # Key 5 has one of three already; of the others 0 is more urgent than 1.
-    assert silent.taken[4:] == [(5, 1), (0, 0), (1, 0)], silent.taken
+    assert taken[4:] == [(5, 1), (0, 0), (1, 0)], taken
 
 
 def urgent_answers_overtake() -> None:
@@ -264,7 +203,6 @@ def urgent_answers_overtake() -> None:
 
 
 def end_after_an_exception(kv: MPIKVStore) -> int:
-    """How often the job was aborted."""
     with (
         mock.patch.object(sys, "last_value", ValueError("no more data"), create=True),
         mock.patch.object(mpi_kvstore, "_abort") as abort,

@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -33,20 +34,13 @@ def train(kv: MPIKVStore, steps: int) -> None:
         kv.pushpull("a", torch.ones(100_000))
 
 
-def train_until(kv: MPIKVStore, rank: int, how: signal.Signals) -> None:
-    """Rank ``rank`` signals itself after some steps, the others go on."""
+def worker(how: signal.Signals) -> None:
+    """Worker 1 signals itself after some steps, the others go on."""
+    kv = open_here()
     train(kv, 3)
-    if kv.rank == rank:
-        os.kill(os.getpid(), how)
+    if kv.rank == 1:
+        signal.raise_signal(how)
     train(kv, 10_000)
-
-
-def worker_killed() -> None:
-    train_until(open_here(), 1, signal.SIGKILL)
-
-
-def worker_stopped() -> None:
-    train_until(open_here(), 1, signal.SIGSTOP)
 
 
 def scheduled_worker_stopped() -> None:
@@ -77,14 +71,6 @@ def server(how: signal.Signals) -> None:
     if kv.rank == 0:
         os.kill(int(place.read_text()), how)
     train(kv, 10_000)
-
-
-def server_killed() -> None:
-    server(signal.SIGKILL)
-
-
-def server_stopped() -> None:
-    server(signal.SIGSTOP)
 
 
 def worker_raises() -> None:
@@ -129,21 +115,27 @@ def other_settings() -> None:
     open_store(timeout_s=TIMEOUT_S, servers=1 if RANK else 2)
 
 
+SIGNALLED = {
+    "worker_killed": partial(worker, signal.SIGKILL),
+    "worker_stopped": partial(worker, signal.SIGSTOP),
+    "server_killed": partial(server, signal.SIGKILL),
+    "server_stopped": partial(server, signal.SIGSTOP),
+}
+
+
 def main() -> None:
     faulthandler.register(signal.SIGUSR1)
     faulthandler.dump_traceback_later(20 * TIMEOUT_S, exit=True)
     name, folder = sys.argv[1:3]
-    began_s = time.monotonic()
     seen = {"error": "", "text": ""}
     try:
-        globals()[name]()
+        (globals() | SIGNALLED)[name]()
     except SystemExit:
         seen["error"] = "SystemExit"
     except Exception as error:
         seen = {"error": type(error).__name__, "text": str(error)}
         raise
     finally:
-        seen["seconds"] = f"{time.monotonic() - began_s:.1f}"
         (Path(folder) / f"rank{RANK}.json").write_text(json.dumps(seen))
 
 

@@ -1,8 +1,9 @@
-"""Run by mpirun on every rank: a torch model trained through a store, against one process."""
+"""Run by mpirun on every rank: ways of opening a store keep the contract, or train a model."""
 
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import json
 import sys
 from typing import Any
@@ -12,10 +13,13 @@ from mpi4py import MPI
 from torch import nn
 
 from bytesched.config import Config
+from bytesched.kvstore import Key, KVStore
 from bytesched.plugins.mpi_kvstore import open_store
+from bytesched.plugins.stores.scheduled import ScheduledKVStore
 from bytesched.plugins.stores.training import begin as kvstore_training
 from bytesched.plugins.stores.training.begin import push_bytes_per_s
 from bytesched.plugins.stores.training.wire import StoreWire
+from bytesched.testing import KVStoreContract
 
 STEPS = 8
 #: sums over the batch are taken in another order
@@ -94,13 +98,47 @@ def run(kind: str, options: dict[str, Any]) -> None:
     kv.close()
 
 
-def main() -> None:
-    for options in json.loads(sys.argv[1]):
-        for kind in OPTIMIZERS:
+class Suite(KVStoreContract):
+    def __init__(self, options: dict[str, Any], *, scheduled: bool) -> None:
+        self.options = options
+        self.scheduled = scheduled
+
+    def store(self) -> KVStore:
+        kv = open_store(timeout_s=100, **self.options)
+        if self.scheduled:
+            return ScheduledKVStore(kv, Config(timeout_s=100, partition_bytes=16))
+        return kv
+
+    def array(self, numbers: list[float]) -> Any:
+        return torch.tensor(numbers)
+
+    def numbers(self, array: Any) -> list[float]:
+        return [float(number) for number in array]
+
+    def wait(self, kv: KVStore, key: Key) -> None:
+        if isinstance(kv, ScheduledKVStore):
+            kv.wait(key)
+
+
+def keeps_the_contract(options: dict[str, Any]) -> None:
+    scheduled = options.pop("scheduled", False)
+    for name in dir(Suite):
+        if name.startswith("test_"):
+            # Before a call's limit: a rank that is silent for so long shows where it is.
+            faulthandler.dump_traceback_later(90)
+            # A server ends with it.
             with contextlib.suppress(SystemExit):
-                run(kind, dict(options))
-    print(f"rank {MPI.COMM_WORLD.rank}: trained", flush=True)
+                getattr(Suite(options, scheduled=scheduled), name)()
+            faulthandler.cancel_dump_traceback_later()
+
+
+def trains(options: dict[str, Any]) -> None:
+    for kind in OPTIMIZERS:
+        with contextlib.suppress(SystemExit):
+            run(kind, dict(options))
 
 
 if __name__ == "__main__":
-    main()
+    for options in json.loads(sys.argv[2]):
+        globals()[sys.argv[1]](options)
+    print(f"rank {MPI.COMM_WORLD.rank}: done", flush=True)

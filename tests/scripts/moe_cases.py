@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
-from raised import raised
+from exchange_cases import dying
+from raised import prints_and_ends, raised
 from torch import Tensor, nn
 from torch.distributed.nn.functional import all_to_all_single
 from torch.utils.checkpoint import checkpoint
 
-from bytesched.errors import MismatchError, TransportError
+from bytesched.errors import MismatchError
 from bytesched.plugins import moe
 
 WIDTH = 6
@@ -44,8 +44,8 @@ def splits(pattern: str, rank: int, size: int) -> tuple[list[int], list[int]]:
     return [rows(rank, k) for k in range(size)], [rows(k, rank) for k in range(size)]
 
 
-def exchange_equals_torch(pattern: str, dtype: torch.dtype) -> tuple[bool, bool]:
-    """Whether rows and their gradients have the bits of torch's own function."""
+def exchange(pattern: str, dtype: torch.dtype) -> list[str]:
+    """What has not the bits of torch's own function, of rows and their gradients."""
     rank, size = dist.get_rank(), dist.get_world_size()
     send, receive = splits(pattern, rank, size)
     torch.manual_seed(rank)
@@ -59,16 +59,13 @@ def exchange_equals_torch(pattern: str, dtype: torch.dtype) -> tuple[bool, bool]
         assert rows.grad is not None
         return got.detach(), rows.grad
 
-    def of_torch(rows: Tensor) -> Tensor:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            empty = rows.new_empty(sum(receive), WIDTH)
-            got: Tensor = all_to_all_single(empty, rows, receive, send)
-            return got
-
     ours = outcome(lambda rows: moe.exchange(rows, send, receive))
-    theirs = outcome(of_torch)
-    return torch.equal(ours[0], theirs[0]), torch.equal(ours[1], theirs[1])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        empty = x.new_empty(sum(receive), WIDTH)
+        theirs = outcome(lambda rows: all_to_all_single(empty, rows, receive, send))
+    pairs = zip(("rows", "gradients"), ours, theirs, strict=True)
+    return [name for name, one, other in pairs if not torch.equal(one, other)]
 
 
 def disagreements() -> list[str]:
@@ -97,23 +94,11 @@ def disagreements() -> list[str]:
 
 def dies_in_a_dispatch() -> None:
     """The last rank dies before it sends what it has announced."""
-    from bytesched.plugins.exchanges.peers import Peers
-
     rank, size = dist.get_rank(), dist.get_world_size()
     layer = layer_of(moe.TopKGate(WIDTH, EXPERTS), own=True)
     layer(torch.randn(32, WIDTH))
-    if rank == size - 1:
-
-        def die(*_: object, **__: object) -> None:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-        with mock.patch.object(Peers, "start", die):
-            layer(torch.randn(32, WIDTH))
-    try:
-        layer(torch.randn(32, WIDTH))
-    except TransportError as error:
-        print(f"{type(error).__name__}: {error}", flush=True)
-    os._exit(0)
+    with dying() if rank == size - 1 else nullcontext():
+        prints_and_ends(lambda: layer(torch.randn(32, WIDTH)))
 
 
 # -- the layer -------------------------------------------------------------------------
@@ -214,7 +199,6 @@ def wrong_gradients(ours: moe.MoE, theirs: moe.MoE) -> list[str]:
 
 
 def reduced(layer: moe.MoE) -> None:
-    """Reduces gradients as a plain script does."""
     moe.reduce_expert_gradients(layer)
     for parameter in layer.gate.parameters():
         assert parameter.grad is not None
@@ -247,34 +231,31 @@ def layer_equals_alone(kind: str, most_pieces: int, empty_rank: int | None = Non
     return wrong
 
 
-def bits_by_pieces(dtype: torch.dtype) -> list[bool]:
-    """For 2, 3 and 4 pieces, whether output and gradients have the bits of one."""
+def bits_by_pieces(dtype: torch.dtype) -> list[int]:
+    """With which numbers of pieces output and gradients have other bits than with one."""
     rank = dist.get_rank()
-    found: list[list[Tensor]] = []
+    found: dict[int, list[Tensor]] = {}
     for most_pieces in (1, 2, 3, 4):
         layer = layer_of(gate_of("top2", dtype), own=True, most_pieces=most_pieces)
         x = batch_of(rank).to(dtype).requires_grad_()
         loss_of(layer, x, rank).backward()
         assert layer.pieces == most_pieces, layer.pieces
         gradients = [p.grad for p in [x, *layer.parameters()]]
-        found.append([g for g in gradients if g is not None])
-        assert len(found[-1]) == len(gradients)
-    return [all(map(torch.equal, found[0], other)) for other in found[1:]]
+        found[most_pieces] = [g for g in gradients if g is not None]
+        assert len(found[most_pieces]) == len(gradients)
+    return [pieces for pieces in found if not all(map(torch.equal, found[1], found[pieces]))]
 
 
-def used_in_many_ways() -> dict[str, bool]:
-    """Gradients of a layer called twice, accumulated, checkpointed; and calls without gradients."""
+def used_in_many_ways() -> list[str]:
+    """What gives other gradients: calls twice, accumulated, checkpointed; or has some itself."""
     rank = dist.get_rank()
-    found: dict[str, bool] = {}
 
     def gradients(run: Callable[[moe.MoE, Tensor], Any]) -> list[Tensor]:
         layer = layer_of(gate_of("dts"), own=True)
         x = batch_of(rank).requires_grad_()
+        torch.manual_seed(rank)
         run(layer, x)
         return [p.grad for p in [x, *layer.parameters()] if p.grad is not None]
-
-    def same(name: str, one: list[Tensor], other: list[Tensor]) -> None:
-        found[name] = len(one) == len(other) > 1 and all(map(torch.allclose, one, other))
 
     def sums(layer: moe.MoE, x: Tensor) -> None:
         (loss_of(layer, x, rank) + loss_of(layer, 2 * x, rank)).backward()
@@ -283,34 +264,30 @@ def used_in_many_ways() -> dict[str, bool]:
         loss_of(layer, x, rank).backward()
         loss_of(layer, 2 * x, rank).backward()
 
-    same("twice in one forward", gradients(sums), gradients(accumulates))
+    def chained(layer: moe.MoE, x: Tensor) -> None:
+        (layer(layer(x)) ** 2).sum().backward()
 
-    def chained(layer: moe.MoE, x: Tensor, *, again: bool) -> None:
-        torch.manual_seed(rank)
+    def checkpointed(layer: moe.MoE, x: Tensor) -> None:
+        first = checkpoint(layer, x, use_reentrant=False)
+        (checkpoint(layer, first, use_reentrant=False) ** 2).sum().backward()
 
-        def call(t: Tensor) -> Any:
-            return checkpoint(layer, t, use_reentrant=False) if again else layer(t)
-
-        (call(call(x)) ** 2).sum().backward()
-
-    same(
-        "checkpointed",
-        gradients(lambda layer, x: chained(layer, x, again=True)),
-        gradients(lambda layer, x: chained(layer, x, again=False)),
-    )
+    def doubled(layer: moe.MoE, x: Tensor) -> None:
+        (2 * loss_of(layer, x, rank)).backward()
 
     def kept(layer: moe.MoE, x: Tensor) -> None:
         loss = loss_of(layer, x, rank)
         loss.backward(retain_graph=True)
         loss.backward()
 
-    doubled = gradients(lambda layer, x: (2 * loss_of(layer, x, rank)).backward())
-    same("backward again", gradients(kept), doubled)
+    wrong = []
+    for one, other in ((sums, accumulates), (checkpointed, chained), (kept, doubled)):
+        ours, theirs = gradients(one), gradients(other)
+        assert len(ours) == len(theirs) > 1
+        wrong += [one.__name__] * (not all(map(torch.allclose, ours, theirs)))
     layer = layer_of(gate_of("dts"), own=True).eval()
     with torch.no_grad():
         y = layer(batch_of(rank))
-    found["evaluated"] = layer.kept == 1.0 and not y.requires_grad
-    return found
+    return wrong + ["evaluated"] * (layer.kept != 1.0 or y.requires_grad)
 
 
 def volume_falls() -> list[tuple[float, int]]:
@@ -365,41 +342,27 @@ def checkpoints() -> list[str]:
     layer = layer_of(gate_of("dts"), own=True)
     model = nn.Sequential(nn.Identity(), layer)
     alone = nn.Sequential(nn.Identity(), layer_of(gate_of("dts"), own=False))
-    wrong = []
+    other = nn.Sequential(nn.Identity(), layer_of(gate_of("dts"), own=True))
     with torch.no_grad():
         for parameter in layer.experts.parameters():
             parameter.add_(rank + 1)
-    full = moe.full_state_dict(model)
-    if sorted(full) != sorted(alone.state_dict()):
-        wrong.append(f"names {sorted(full)}")
-    alone.load_state_dict(full)
-    own = model.state_dict()
-    for name, value in alone.state_dict().items():
-        if name in own and not torch.equal(value, own[name]):
-            wrong.append(f"{name} differs")
-    other = nn.Sequential(nn.Identity(), layer_of(gate_of("dts"), own=True))
-    for file in (full, own):
+    full, own = moe.full_state_dict(model), model.state_dict()
+    wrong = [] if sorted(full) == sorted(alone.state_dict()) else [f"names {sorted(full)}"]
+    for loaded, file in ((alone, full), (other, full), (other, own)):
         with torch.no_grad():
-            for parameter in other.parameters():
+            for parameter in loaded.parameters():
                 parameter.zero_()
-        other.load_state_dict(file)
-        for name, value in other.state_dict().items():
-            if not torch.equal(value, own[name]):
-                wrong.append(f"{name} is not loaded")
+        loaded.load_state_dict(file)
+        state = loaded.state_dict()
+        wrong += [name for name in own if not torch.equal(state[name], own[name])]
     neighbours: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(neighbours, own)
-    try:
-        other.load_state_dict(neighbours[rank - 1])
-    except RuntimeError as error:
-        if "Missing key" not in str(error):
-            wrong.append(str(error))
-    else:
-        wrong.append("a file of another rank was loaded")
-    return wrong
+    said = raised(lambda: other.load_state_dict(neighbours[rank - 1]), RuntimeError)
+    return wrong + [said or "a file of another rank was loaded"] * ("Missing key" not in said)
 
 
-def plain_data_parallel() -> tuple[list[str], bool]:
-    """What differs from one process under DistributedDataParallel; and whether experts stay own."""
+def plain_data_parallel() -> list[str]:
+    """What differs from one process under DistributedDataParallel, which leaves experts alone."""
     rank, size = dist.get_rank(), dist.get_world_size()
     layer = layer_of(gate_of("top1"), own=True)
     alone = Alone("top1")
@@ -411,5 +374,5 @@ def plain_data_parallel() -> tuple[list[str], bool]:
     moe.reduce_expert_gradients(model)
     alone.losses(size)
     first = next(layer.experts.parameters())
-    kept = torch.equal(first, next(alone.layer.experts[layer.numbers[0]].parameters()))
-    return wrong_gradients(layer, alone.layer), kept
+    assert torch.equal(first, next(alone.layer.experts[layer.numbers[0]].parameters()))
+    return wrong_gradients(layer, alone.layer)

@@ -9,7 +9,6 @@ import itertools
 import json
 import sys
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import mxnet as mx
@@ -198,9 +197,13 @@ def learned_order() -> None:
     kv = trainer._kvstore
     # Every look at this clock is later than the last.
     kv._urgency = Urgency(itertools.count().__next__)
-    for weight in weights:
-        weight.data()._fresh_grad = True
-    trainer.step(1)
+
+    def step() -> None:
+        for weight in weights:
+            weight.data()._fresh_grad = True
+        trainer.step(1)
+
+    step()
     kv.flush()
     backward: dict[int, Held] = {}
     computes = [threading.Event() for _ in weights]
@@ -211,15 +214,12 @@ def learned_order() -> None:
             computes[number].set()
 
         post(begin, writes=[weight.grad()])
-        weight.data()._fresh_grad = True
-    trainer.step(1)
+    step()
     for number in (1, 2, 0):
         assert computes[number].wait(WAIT_S)
         backward[number].release()
         assert weights[number].grad().wait_to_read() is None
-    for weight in weights:
-        weight.data()._fresh_grad = True
-    trainer.step(1)
+    step()
     kv.flush()
     urgencies = [kv._slots[number].chunks[0].push_task.priority for number in range(3)]
     assert urgencies == [-2, 0, -1], urgencies
@@ -303,29 +303,20 @@ def keys_that_are_not_used() -> None:
     kv.close()
 
 
-def server_lost() -> None:
-    """Steps until the servers are gone, and prints the error."""
+def server_lost(when: str) -> None:
+    """Prints the error of a step, or of the first use of a key when a line has come on stdin."""
     kv = scheduled(timeout_s=2.0)
     value = mx.nd.ones(1000)
     kv.init(0, value)
-    kv.barrier()
-    print("training", flush=True)
+    if when == "training":
+        kv.barrier()
+    print(when, flush=True)
+    if when == "made":
+        sys.stdin.readline()
     try:
         while True:
             kv.pushpull(0, value)
             value.wait_to_read()
-    except SchedulerTimeout as error:
-        print("raised", error, flush=True)
-
-
-def server_lost_early() -> None:
-    """Makes a key, and uses it when a line has come on stdin; prints the error."""
-    kv = scheduled(timeout_s=2.0)
-    kv.init(0, mx.nd.ones(1000))
-    print("made", flush=True)
-    sys.stdin.readline()
-    try:
-        kv.barrier()
     except SchedulerTimeout as error:
         print("raised", error, flush=True)
 
@@ -366,19 +357,10 @@ def raises(kind: type[Exception], call: Any, *arguments: Any) -> None:
     raise AssertionError(f"{call.__name__}{arguments[:1]} raised no {kind.__name__}")
 
 
-CASES: dict[str, Callable[..., dict[str, Any] | None]] = {
-    case.__name__: case
-    for case in (
-        *(training, calls, misuse, order, learned_order, weight_waits, different_orders),
-        *(optimizer_after_init, keys_that_are_not_used, server_lost, server_lost_early),
-    )
-}
-
-
 if __name__ == "__main__":
     faulthandler.dump_traceback_later(2 * WAIT_S)
     for spec in sys.argv[1:]:
         name, *arguments = spec.split(":")
-        found = CASES[name](*arguments) or {}
+        found = globals()[name](*arguments) or {}
         rank = 0 if "alone" in arguments else plain_store().rank
         print(json.dumps({"case": spec, "rank": rank, **found}), flush=True)

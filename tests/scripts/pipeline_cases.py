@@ -9,7 +9,6 @@ import weakref
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,18 +38,16 @@ from bytesched.plugins.registry import sessions
 from bytesched.run.watch import watch
 
 
-def records(pipeline: Pipeline, *, plain: bool, script: str) -> Iterator[Any]:
+def records(pipeline: Pipeline) -> Iterator[Any]:
     """What a training of a few steps shows: losses, and everything in the end."""
+    script, optimizer = pipeline.script, pipeline.optimizer
     for step in range(STEPS):
         if script != "accumulates" or step % 2 == 0:
-            pipeline.optimizer.zero_grad(set_to_none=script != "keeps zeros")
+            optimizer.zero_grad(set_to_none=script != "keeps zeros")
         if script == "has a closure":
-            yield pipeline.optimizer.step(partial(pipeline.reduced, step, plain=plain))
+            yield optimizer.step(lambda: sum(pipeline.forward_backward(step)))  # noqa: B023
             continue
         yield pipeline.forward_backward(step)
-        if plain:
-            # Each step of a schedule is reduced, as by DDP.
-            pipeline.reduce()
         if script == "accumulates" and step % 2 == 0:
             continue
         if script == "clips":
@@ -58,14 +55,22 @@ def records(pipeline: Pipeline, *, plain: bool, script: str) -> Iterator[Any]:
         if script == "reads":
             yield [p.grad.clone() for p in pipeline.parameters() if p.grad is not None]
         if pipeline.scales:
-            pipeline.scaler.step(pipeline.optimizer)
+            pipeline.scaler.step(optimizer)
             pipeline.scaler.update()
             yield pipeline.scaler.get_scale()
         else:
-            pipeline.optimizer.step()
+            optimizer.step()
         if script == "reads":
             yield pipeline.values()
     yield pipeline.values()
+
+
+def plain_and_wrapped(kind: str) -> tuple[Pipeline, Pipeline]:
+    """The same pipeline twice, of which the second one is wrapped."""
+    pairs = grid()
+    plain, wrapped = (Pipeline(kind, pairs, plain=plain) for plain in (True, False))
+    bytesched.wrap(wrapped.optimizer, wrapped.schedule, **SMALL)
+    return plain, wrapped
 
 
 def trains_the_example(order: str, folder: str) -> bool:
@@ -89,6 +94,11 @@ def same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
+def unlike(expected: list[Any], found: list[Any]) -> list[int]:
+    pairs = enumerate(zip(expected, found, strict=True))
+    return [n for n, (one, other) in pairs if not same(one, other)]
+
+
 def trains_as_plain(
     kind: str,
     way: str = "schedule",
@@ -105,52 +115,45 @@ def trains_as_plain(
         hold: no sum begins before somebody waits for it, so that all of them cross the barrier.
     """
     pairs = grid() if len(set(KINDS[kind].ranks)) > 1 else replicas_alone()
-    plain = Pipeline(kind, pairs, optimizer, script=script, device=device)
-    expected = list(records(plain, plain=True, script=script))
+    plain = Pipeline(kind, pairs, optimizer, plain=True, script=script, device=device)
+    expected = list(records(plain))
     wrapped = Pipeline(kind, pairs, optimizer, script=script, in_ddp=way == "ddp", device=device)
     groups = {"groups": wrapped.replicas} if way == "named" else {}
     model = wrapped.modules if way == "modules" else wrapped.schedule
     with holding() if hold else nullcontext():
         bytesched.wrap(wrapped.optimizer, model, **groups, **{**SMALL, **(fields or {})})
-    found = list(records(wrapped, plain=False, script=script))
+    found = list(records(wrapped))
     stats = bytesched.stats(wrapped.optimizer)
     assert stats["mode"] == "cross", stats
     assert not hold or stats["barrier_crossed_pct"] == 100, stats
     bytesched.unwrap(wrapped.optimizer)
     dist.barrier()
-    assert len(expected) == len(found)
-    return [
-        n
-        for n, (one, other) in enumerate(zip(expected, found, strict=True))
-        if not same(one, other)
-    ]
+    return unlike(expected, found)
 
 
 def trains_in_two_levels(kind: str) -> None:
     """Close to plain training, by four ranks on two hosts, of which each is a whole pipeline."""
     pairs = replicas_alone()
-    plain, wrapped = (Pipeline(kind, pairs, "momentum") for _ in range(2))
-    expected = list(records(plain, plain=True, script=""))
+    plain, wrapped = (Pipeline(kind, pairs, plain=plain) for plain in (True, False))
+    expected = list(records(plain))
     with on_named_hosts([2, 2]):
         bytesched.wrap(wrapped.optimizer, wrapped.schedule, **SMALL, hierarchy="on")
-    found = list(records(wrapped, plain=False, script=""))
+    found = list(records(wrapped))
     assert bytesched.stats(wrapped.optimizer)["levels"] == 2
     bytesched.unwrap(wrapped.optimizer)
     dist.barrier()
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
-def crosses_the_barrier(kind: str) -> list[int]:
-    """The same, where every sum is on its way when ``step()`` is called."""
-    return trains_as_plain(kind, hold=True)
+def trains_with(kind: str, options: dict[str, Any]) -> list[int]:
+    return trains_as_plain(kind, **options)
 
 
 def ddp_alone(kind: str) -> float:
     """How far gradients of DDP-wrapped stages, without bytesched, are from the mean."""
     pairs = grid()
-    plain, in_ddp = Pipeline(kind, pairs), Pipeline(kind, pairs, in_ddp=True)
+    plain, in_ddp = Pipeline(kind, pairs, plain=True), Pipeline(kind, pairs, in_ddp=True)
     plain.forward_backward(0)
-    plain.reduce()
     in_ddp.forward_backward(0)
     parameters = zip(plain.parameters(), in_ddp.parameters(), strict=True)
     return max(float((p.grad - q.grad).abs().max()) for p, q in parameters)  # type: ignore[operator]
@@ -159,34 +162,31 @@ def ddp_alone(kind: str) -> float:
 def unchanged_script(kind: str) -> None:
     """Under `bytesched run`: stages in DDP, and nothing of bytesched in the script."""
     pairs = grid()
-    expected = list(records(Pipeline(kind, pairs), plain=True, script=""))
+    expected = list(records(Pipeline(kind, pairs, plain=True)))
     watch()
     script = Pipeline(kind, pairs, in_ddp=True)
-    found = list(records(script, plain=False, script=""))
+    found = list(records(script))
     stats = bytesched.stats(script.optimizer)
     print(stats["mode"], all(map(same, expected, found)), flush=True)
 
 
-def unwrapped_in_the_middle(kind: str) -> bool:
-    """Whether a training goes on as before once it is unwrapped, and schedule and stages too."""
-    pairs = grid()
-    plain, wrapped = Pipeline(kind, pairs), Pipeline(kind, pairs)
-    expected = [*records(plain, plain=True, script=""), *records(plain, plain=True, script="")]
-    bytesched.wrap(wrapped.optimizer, wrapped.schedule, **SMALL)
-    found = list(records(wrapped, plain=False, script=""))
+def unwrapped_in_the_middle(kind: str) -> list[int]:
+    """A training goes on as before once it is unwrapped, and schedule and stages too."""
+    plain, wrapped = plain_and_wrapped(kind)
+    expected = [*records(plain), *records(plain)]
+    found = list(records(wrapped))
     bytesched.unwrap(wrapped.optimizer)
     assert "step" not in vars(wrapped.schedule)
     assert not any("perform_reduce_grad" in vars(stage) for stage in wrapped.stages)
-    found += records(wrapped, plain=True, script="")
-    return all(map(same, expected, found))
+    wrapped.plain = True
+    found += records(wrapped)
+    return unlike(expected, found)
 
 
 def ends_with_its_schedule() -> tuple[list[Any], bool]:
     """The sessions there are, and whether one is kept, when schedule and optimizer are gone."""
-    pairs = grid()
-    pipeline = Pipeline("csv", pairs)
-    bytesched.wrap(pipeline.optimizer, pipeline.schedule, **SMALL)
-    list(records(pipeline, plain=False, script=""))
+    _, pipeline = plain_and_wrapped("csv")
+    list(records(pipeline))
     session = weakref.ref(sessions(pipeline.optimizer)[0])
     del pipeline
     gc.collect()
@@ -195,12 +195,10 @@ def ends_with_its_schedule() -> tuple[list[Any], bool]:
     return sessions(), session() is not None
 
 
-def evaluated_by_another_schedule(when: str) -> bool:
-    """Whether a forward-only schedule over the same stages changes nothing."""
-    pairs = grid()
-    plain, wrapped = Pipeline("1f1b", pairs), Pipeline("1f1b", pairs)
-    bytesched.wrap(wrapped.optimizer, wrapped.schedule, **SMALL)
-    for pipeline in (plain, wrapped):
+def evaluated_by_another_schedule(when: str) -> list[int]:
+    """What a forward-only schedule over the same stages changes."""
+    both = plain, wrapped = plain_and_wrapped("1f1b")
+    for pipeline in both:
         only_forward = ScheduleGPipe(pipeline.stages[0], 2)
 
         def evaluate(at: str, schedule: Any = only_forward, its: Pipeline = pipeline) -> None:
@@ -212,13 +210,11 @@ def evaluated_by_another_schedule(when: str) -> bool:
             pipeline.optimizer.zero_grad()
             evaluate("before")
             pipeline.forward_backward(step)
-            if pipeline is plain:
-                pipeline.reduce()
             evaluate("between")
             pipeline.optimizer.step()
             evaluate("after")
     bytesched.unwrap(wrapped.optimizer)
-    return same(plain.values(), wrapped.values())
+    return unlike(plain.values(), wrapped.values())
 
 
 def follows_a_planned_order(path: str) -> float:
@@ -249,26 +245,28 @@ def follows_a_planned_order(path: str) -> float:
     )
 
 
-def optimizer_for_each_stage() -> bool:
-    """Whether a rank that wraps two optimizers with one schedule trains as plain."""
+def optimizer_for_each_stage() -> list[int]:
+    """What differs if a rank wraps two optimizers with one schedule."""
     pairs = grid()
-    plain, wrapped = Pipeline("interleaved", pairs), Pipeline("interleaved", pairs)
-    first, second = (
-        [torch.optim.SGD(block.parameters(), lr=0.1 / (n + 1)) for n, block in enumerate(p.blocks)]
-        for p in (plain, wrapped)
+    both = plain, wrapped = tuple(
+        Pipeline("interleaved", pairs, plain=plain) for plain in (True, False)
     )
-    for optimizer in second:
-        bytesched.wrap(optimizer, wrapped.schedule, **SMALL)
-    for pipeline, optimizers in ((plain, first), (wrapped, second)):
+    for pipeline in both:
+        optimizers = [
+            torch.optim.SGD(block.parameters(), lr=0.1 / (n + 1))
+            for n, block in enumerate(pipeline.blocks)
+        ]
+        for optimizer in optimizers:
+            if not pipeline.plain:
+                bytesched.wrap(optimizer, pipeline.schedule, **SMALL)
         for step in range(STEPS):
             for optimizer in optimizers:
                 optimizer.zero_grad()
             pipeline.forward_backward(step)
-            if pipeline is plain:
-                pipeline.reduce()
             for optimizer in optimizers:
                 optimizer.step()
             # Evaluated between two steps of training.
             pipeline.evaluate(step)
-    bytesched.unwrap(second[0])
-    return same(plain.parameters_now(), wrapped.parameters_now()) and plain.seen == wrapped.seen
+    bytesched.unwrap(optimizers[0])
+    both_values = (pipeline.parameters_now() + pipeline.seen for pipeline in (plain, wrapped))
+    return unlike(*both_values)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,11 +17,12 @@ from pipeline_models import (
     WHOLE,
     Kind,
     Pipeline,
+    V,
     grid,
     ordered,
     replicas_alone,
 )
-from raised import raised
+from raised import prints_and_ends, told
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.device_mesh import DeviceMesh
@@ -33,7 +33,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _MixedPrecision
 
 import bytesched
-from bytesched.errors import BytesschedError
 from bytesched.pipeline.order import Order
 from bytesched.plugins.pipelines import ordered_schedule
 
@@ -45,31 +44,25 @@ SHARDED = ("FSDP", "FSDP, named", "FSDP1", "a DTensor", "a DTensor, named")
 IN_DDP = ("off, in DDP", "a hook of DDP", "DDP's mixed precision")
 
 
-def told(run: Callable[[], object]) -> str:
-    return raised(run) or "no error"
-
-
 def refused(what: str) -> str:
     """The error of `wrap`, or of the first step after it."""
     pairs = grid()
     rank = dist.get_rank()
-    kind, options, given = "csv", dict(SMALL), None
-    if what == "another placement" and rank > 1:
-        kind = "interleaved"
-    if what in ("another order", "another order, no replicas") and rank == 3:
-        kind = "csv, but later"
-    if what == "never reduced":
-        kind = what
-    if what == "a hook of DDP":
-        kind = "csv split"
-    pipeline = Pipeline(kind, pairs, in_ddp=what in IN_DDP)
+    later = "csv, but later" if rank == 3 else "csv"
+    kinds = {
+        "another placement": "interleaved" if rank > 1 else "csv",
+        "another order": later,
+        "another order, no replicas": later,
+        "never reduced": what,
+        "a hook of DDP": "csv split",
+    }
+    pipeline = Pipeline(kinds.get(what, "csv"), pairs, in_ddp=what in IN_DDP)
     if what == "other values" and rank == 2:
-        with torch.no_grad():
-            pipeline.blocks[1].up.bias.add_(1)
-    if what == "one stage in DDP":
+        pipeline.blocks[1].up.bias.data.add_(1)
+    elif what == "one stage in DDP":
         stage = pipeline.stages[0]
         stage.submod = DistributedDataParallel(pipeline.blocks[0], process_group=pairs[1])
-    if what == "delayed by DDP":
+    elif what == "delayed by DDP":
         for stage, block in zip(pipeline.stages, pipeline.blocks, strict=True):
             stage.submod = DistributedDataParallel(
                 block,
@@ -77,35 +70,34 @@ def refused(what: str) -> str:
                 delay_all_reduce_named_params=[("up.bias", block.up.bias)],
                 param_to_hook_all_reduce=block.up.weight,
             )
-    if what == "a hook of DDP":
+    elif what == "a hook of DDP":
         for module in pipeline.modules:
             module.register_comm_hook(None, allreduce_hook)
-    if what == "sparse" and rank == 2:
+    elif what == "sparse" and rank == 2:
         for block in pipeline.blocks:
             block.add_module("words", nn.Embedding(2, 2, sparse=True))
-    if what in SHARDED:
+    elif what in SHARDED:
         _shard(pipeline, what)
-    if what.endswith("named"):
-        options |= {"groups": pairs[1]}
-    if what == "DDP's mixed precision":
+    elif what == "DDP's mixed precision":
         # DDP itself makes streams of a GPU for it.
         for module in pipeline.modules:
             vars(module)["mixed_precision"] = _MixedPrecision(torch.float16)
-    if what == "some modules":
-        given = pipeline.modules[:1]
+    given = pipeline.modules[:1] if what == "some modules" else pipeline.schedule
     more: dict[str, dict[str, Any]] = {
         "shared device": {"share": "jobs"},
         "folded": {"accumulate": "adama"},
         "off": {"enabled": False},
         "off, in DDP": {"enabled": False},
         "a mapping": {"groups": {pipeline.modules[0]: pairs[1]}},
+        "FSDP, named": {"groups": pairs[1]},
+        "a DTensor, named": {"groups": pairs[1]},
     }
-    options |= more.get(what, {})
+    options = SMALL | more.get(what, {})
     if what == "another order, no replicas":
         options["groups"], _ = replicas_alone()
 
     def run() -> None:
-        bytesched.wrap(pipeline.optimizer, given or pipeline.schedule, **options)
+        bytesched.wrap(pipeline.optimizer, given, **options)
         pipeline.forward_backward(0)
 
     said = told(run)
@@ -132,7 +124,6 @@ def _shard(pipeline: Pipeline, how: str) -> None:
 
 
 def wrapped_before_it_was_a_stage() -> str:
-    """The error of the first step."""
     pipeline, replicas = grid()
     torch.manual_seed(0)
     module = DistributedDataParallel(nn.Linear(8, 8), process_group=replicas)
@@ -146,9 +137,7 @@ def wrapped_before_it_was_a_stage() -> str:
         x = torch.ones(4, 8)
         schedule.step(*([x] if place == 0 else []), target=x if place else None)
 
-    said = told(run)
-    print(said, flush=True)
-    os._exit(0)
+    prints_and_ends(run)
 
 
 def ends_in_a_step(how: str) -> None:
@@ -167,43 +156,41 @@ def ends_in_a_step(how: str) -> None:
         return own(output, target)
 
     script.schedule._loss_fn = loss
-    try:
+
+    def train() -> None:
         for step in range(6):
-            script.optimizer.zero_grad()
-            script.forward_backward(step)
-            script.optimizer.step()
+            script.one_step(step)
         bytesched.flush()
-        print("no error", flush=True)
-    except (BytesschedError, RuntimeError, ValueError) as error:
-        print(f"{type(error).__name__}: {error}", flush=True)
-    os._exit(0)
+
+    prints_and_ends(train, Exception)
+
+
+def v_stages() -> list[PipelineStage]:
+    """Those of this rank, of the shape of a V on two ranks."""
+    pipeline, _ = grid()
+    mine = [stage for stage, rank in enumerate(V) if rank == dist.get_rank(pipeline)]
+    return [PipelineStage(nn.Linear(8, 8), stage, 4, CPU, group=pipeline) for stage in mine]
 
 
 def given_an_order(text: str, path: str) -> str:
     """The error of an order that a rank of two reads for its stages of a V."""
-    pipeline, _ = grid()
+    stages = v_stages()
     if dist.get_rank() == 0:
         Path(path).write_text(text)
     dist.barrier()
-    place = dist.get_rank(pipeline)
-    mine = [stage for stage, rank in enumerate(KINDS["csv"].ranks) if rank == place]
-    stages = [PipelineStage(nn.Linear(8, 8), stage, 4, CPU, group=pipeline) for stage in mine]
     return told(lambda: ordered_schedule(stages, path, nn.functional.mse_loss))
 
 
 def given_other_orders() -> str:
     """The error of a rank of two that reads another order than the other one."""
-    pipeline, _ = grid()
-    place = dist.get_rank(pipeline)
-    mine = [stage for stage, rank in enumerate(KINDS["csv"].ranks) if rank == place]
-    stages = [PipelineStage(nn.Linear(8, 8), stage, 4, CPU, group=pipeline) for stage in mine]
-    rows = LATER if dist.get_rank() == 3 else WHOLE
-    order = Order.parse("\n".join(rows) + "\n")
+    stages = v_stages()
+    order = Order.parse("\n".join(LATER if dist.get_rank() == 3 else WHOLE) + "\n")
 
     def run() -> None:
         schedule = ordered_schedule(stages, order, nn.functional.mse_loss)
         x = torch.ones(4, 8)
-        schedule.step(*([x] if 0 in mine else []), target=x if 3 in mine else None)
+        is_first, is_last = (any(s.stage_index == end for s in stages) for end in (0, 3))
+        schedule.step(*([x] if is_first else []), target=x if is_last else None)
 
     return told(run)
 
@@ -214,19 +201,13 @@ def loaded_after_wrap(who: str, path: str) -> str:
     rank = dist.get_rank()
     script = Pipeline("csv", pairs)
     bytesched.wrap(script.optimizer, script.schedule, **SMALL)
-
-    def step() -> None:
-        script.optimizer.zero_grad()
-        script.forward_backward(0)
-        script.optimizer.step()
-
-    step()
+    script.one_step(0)
     rows = LATER if who == "all" or rank == 3 else WHOLE
     Path(path, str(rank)).write_text("".join(f"{row}\n" for row in rows))
     script.schedule._load_csv(str(Path(path, str(rank))))
 
     def step_and_flush() -> None:
-        step()
+        script.one_step(0)
         bytesched.flush()
 
     said = told(step_and_flush)
@@ -241,14 +222,8 @@ def misused(how: str) -> str:
     script = Pipeline("csv split", pairs)
     frozen = script.blocks[0].up.bias.requires_grad_(how != "thawed")
     bytesched.wrap(script.optimizer, script.schedule, **SMALL)
-
-    def step() -> None:
-        script.optimizer.zero_grad()
-        script.forward_backward(0)
-        script.optimizer.step()
-
-    step()
-    step()
+    for _ in range(2):
+        script.one_step(0)
     if how == "custom function":
         script.schedule.register_custom_function(
             schedules.REDUCE_GRAD, lambda action, context: script.stages[0].scale_grads(1)
@@ -259,5 +234,4 @@ def misused(how: str) -> str:
         script.stages[0].submod = nn.Sequential(script.blocks[0])
     elif how == "thawed":
         frozen.requires_grad_()
-    print(told(step), flush=True)
-    os._exit(0)
+    prints_and_ends(partial(script.one_step, 0))

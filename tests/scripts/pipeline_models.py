@@ -60,7 +60,6 @@ def ordered(rows: Sequence[str], *, reduces: bool = True) -> Callable[..., Any]:
 
 
 def single(kind: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes a schedule of one stage on each rank."""
     return lambda stages, micro_batches, loss_fn: kind(stages[0], micro_batches, loss_fn=loss_fn)
 
 
@@ -114,7 +113,7 @@ class Block(nn.Module):
 
 
 class Pipeline:
-    """The stages of one rank, their schedule and optimizer."""
+    """The stages of one rank, their schedule and optimizer, and what a script does with them."""
 
     def __init__(
         self,
@@ -122,11 +121,15 @@ class Pipeline:
         groups: tuple[Any, Any],
         optimizer: str = "momentum",
         *,
+        plain: bool = False,
         script: str = "",
         in_ddp: bool = False,
         device: torch.device = CPU,
     ) -> None:
         self.kind = KINDS[kind]
+        #: each step is reduced here, as a script without DDP does
+        self.plain = plain
+        self.script = script
         self.device = device
         pipeline, self.replicas = groups
         place = dist.get_rank(pipeline)
@@ -134,13 +137,12 @@ class Pipeline:
         self.blocks = [Block(stage).to(device) for stage in mine]
         if script == "shares" and len(mine) > 1:
             self.blocks[-1].up = self.blocks[0].up
-        if script == "leaves out":
+        elif script == "leaves out":
             self.blocks[0].beside = nn.Parameter(torch.ones(3))
-        if script == "is frozen in part":
+        elif script == "is frozen in part":
             self.blocks[0].up.weight.requires_grad_(False)
-        if script == "is in bfloat16":
-            for block in self.blocks:
-                block.to(torch.bfloat16)
+        elif script == "is in bfloat16":
+            self.blocks = [block.to(torch.bfloat16) for block in self.blocks]
         modules: list[Any] = list(self.blocks)
         if in_ddp:
             modules = [DistributedDataParallel(m, process_group=self.replicas) for m in modules]
@@ -178,30 +180,33 @@ class Pipeline:
     def forward_backward(self, step: int) -> list[float]:
         """One step of the schedule, with data of this replica; the losses, if they are here."""
         torch.manual_seed(1000 * step + dist.get_rank(self.replicas))
+        losses = self._run(self.schedule.step)
+        if self.plain:
+            self.reduce()
+        return losses
+
+    def one_step(self, step: int) -> None:
+        self.optimizer.zero_grad()
+        self.forward_backward(step)
+        self.optimizer.step()
+
+    def evaluate(self, step: int) -> None:
+        """Adds losses of forward passes alone to what was `seen`."""
+        torch.manual_seed(step)
+        with torch.no_grad():
+            self.seen += self._run(self.schedule.eval)
+
+    def _run(self, run: Callable[..., object]) -> list[float]:
         rows = 2 * self.kind.micro_batches
         dtype = self.parameters()[0].dtype
         x, y = (torch.randn(rows, WIDTH, dtype=dtype).to(self.device) for _ in range(2))
         losses: list[Tensor] = []
-        self.schedule.step(
+        run(
             *([x] if self.is_first else []),
             target=y if self.is_last else None,
             losses=losses if self.is_last else None,
         )
         return [float(loss) for loss in losses]
-
-    def evaluate(self, step: int) -> None:
-        """Adds losses of forward passes alone to what was `seen`."""
-        torch.manual_seed(step)
-        rows = 2 * self.kind.micro_batches
-        x, y = torch.randn(rows, WIDTH), torch.randn(rows, WIDTH)
-        losses: list[Tensor] = []
-        with torch.no_grad():
-            self.schedule.eval(
-                *([x] if self.is_first else []),
-                target=y if self.is_last else None,
-                losses=losses if self.is_last else None,
-            )
-        self.seen += map(float, losses)
 
     def reduce(self) -> None:
         """What a script without DDP does at the end of a step."""
@@ -218,19 +223,10 @@ class Pipeline:
                 dist.all_reduce(sent, group=self.replicas)
                 parameter.grad.copy_(sent)
 
-    def reduced(self, step: int, *, plain: bool) -> float:
-        """What a closure does."""
-        losses = self.forward_backward(step)
-        if plain:
-            self.reduce()
-        return sum(losses)
-
     def parameters_now(self) -> list[Any]:
-        """Copies of all parameters."""
         return [parameter.detach().clone() for parameter in self.parameters()]
 
     def values(self) -> list[Any]:
-        """All parameters, and their momenta."""
         found = self.parameters_now()
         for _, state in sorted(self.optimizer.state_dict()["state"].items()):
             found += [value.clone() for value in state.values() if isinstance(value, Tensor)]

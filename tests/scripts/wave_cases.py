@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from itertools import count
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from raised import raised
-from rank_worker import signals
+from raised import prints_and_ends, raised
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 import bytesched
-from bytesched.errors import TransportError
 from bytesched.plugins.wave import TickTock
 
 WIDTH = 12
@@ -118,8 +119,6 @@ def accumulated(
 
 
 def clipping(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
-    """An update with clipped gradients."""
-
     def update() -> None:
         nn.utils.clip_grad_norm_(model.parameters(), CLIPPED_AT)
         optimizer.step()
@@ -135,7 +134,6 @@ def in_waves(
     optimizer: torch.optim.Optimizer | None = None,
     **options: Any,
 ) -> list[Tensor]:
-    """Losses of the same training in waves."""
     optimizer = optimizer or optimizer_of(model)
     options = {"overlap": True, **options}
     wave = TickTock(model, optimizer, loss_fn, waves=waves, **options)
@@ -174,57 +172,42 @@ def ddp_equal(waves: int, wrapped: bool, clipped: bool = False) -> list[str]:
     torch.manual_seed(rank)
     found = in_waves(model, loss_of, waves, rank, optimizer, update=update)
     bytesched.flush()
-    wrong = differences(expected, model)
+    wrong = differences(expected, model) + ["losses"] * (not all(map(torch.equal, losses, found)))
     if wrapped:
-        figures = bytesched.stats(optimizer)
-        if not clipped and not int(figures["barrier_crossed_steps"]):
+        if not clipped and not int(bytesched.stats(optimizer)["barrier_crossed_steps"]):
             wrong.append("barrier not crossed")
         bytesched.unwrap(optimizer)
-    return wrong + (["losses"] if [*map(float, losses)] != [*map(float, found)] else [])
+    return wrong
 
 
-def switched_off() -> tuple[list[str], str]:
-    """DDP with bytesched off: what differs from accumulation, and what is said without DDP."""
+def apart(
+    make: Callable[[], nn.Module], loss_fn: Callable[[nn.Module, Any], Tensor], **options: Any
+) -> tuple[bool, list[str]]:
+    """Whether waves over DDP overlap, and what differs from accumulation."""
     rank = dist.get_rank()
-    expected, model = (DistributedDataParallel(plain_model()) for _ in range(2))
+    expected, model = make(), make()
     torch.manual_seed(rank)
-    accumulated(expected, loss_of, 2, rank)
+    accumulated(expected, loss_fn, 2, rank)
     torch.manual_seed(rank)
-    wave = TickTock(model, optimizer_of(model), loss_of, overlap=True, enabled=False)
-    for step in range(STEPS):
-        wave.step(batch_of(step, rank))
-    overlapped = wave.overlaps
-    wave.close()
-    plain = plain_model()
-    said = raised(lambda: TickTock(plain, optimizer_of(plain), loss_of, enabled=False))
-    return differences(expected, model) + ["overlaps"] * overlapped, said
-
-
-def left_to_accumulation() -> tuple[bool, list[str]]:
-    """find_unused_parameters with parameters that only some waves use."""
-    rank = dist.get_rank()
-    expected = DistributedDataParallel(tied_model(), find_unused_parameters=True)
-    torch.manual_seed(rank)
-    accumulated(expected, seldom_loss, 2, rank)
-    model = DistributedDataParallel(tied_model(), find_unused_parameters=True)
-    wave = TickTock(model, optimizer_of(model), seldom_loss, overlap=True)
-    torch.manual_seed(rank)
+    wave = TickTock(model, optimizer_of(model), loss_fn, overlap=True, **options)
     for step in range(STEPS):
         wave.step(batch_of(step, rank))
     wave.close()
     return wave.overlaps, differences(expected, model)
 
 
-def without_gradient(model: nn.Module) -> list[str]:
-    return [n for n, p in model.named_parameters() if p.requires_grad and p.grad is None]
+def switched_off() -> tuple[bool, list[str]]:
+    return apart(lambda: DistributedDataParallel(plain_model()), loss_of, enabled=False)
 
 
-def averaged_by_hand(model: nn.Module, batches: list[Batch], rank: int) -> list[list[str]]:
-    """Trains with the mean over the ranks of gradients accumulated on each.
+def left_to_accumulation() -> tuple[bool, list[str]]:
+    """find_unused_parameters with parameters that only some waves use."""
+    make = partial(DistributedDataParallel, find_unused_parameters=True)
+    return apart(lambda: make(tied_model()), seldom_loss)
 
-    Returns what had no gradient in each step.
-    """
-    missing = []
+
+def averaged_by_hand(model: nn.Module, batches: list[Batch], rank: int) -> None:
+    """Trains with the mean over the ranks of gradients accumulated on each."""
     optimizer = optimizer_of(model)
     torch.manual_seed(rank)
     for inputs, targets in batches:
@@ -239,9 +222,7 @@ def averaged_by_hand(model: nn.Module, batches: list[Batch], rank: int) -> list[
                 dist.all_reduce(grad)
                 dist.all_reduce(used)
                 parameter.grad = grad if used else None
-        missing.append(without_gradient(model))
         optimizer.step()
-    return missing
 
 
 def seldom_used_under_wrap() -> list[str]:
@@ -270,9 +251,13 @@ def seldom_used_under_wrap() -> list[str]:
     ]
 
 
-def refused_where_nothing_sends() -> str:
+def refused_where_nothing_sends(**options: Any) -> str:
     model = plain_model()
-    return raised(lambda: TickTock(model, optimizer_of(model), loss_of))
+    return raised(lambda: TickTock(model, optimizer_of(model), loss_of, **options))
+
+
+def refused_where_it_is_off() -> str:
+    return refused_where_nothing_sends(enabled=False)
 
 
 def peer_dies() -> None:
@@ -281,23 +266,30 @@ def peer_dies() -> None:
     model = plain_model()
     optimizer = optimizer_of(model)
     bytesched.wrap(optimizer, model, **SMALL | {"timeout_s": 8.0})
-    seen = 0
+    wave = TickTock(model, optimizer, dying_in(loss_of, 10, rank == 1), overlap=True)
+    prints_end(wave, lambda step: wave.step(batch_of(step, rank)))
 
-    def loss_fn(model: nn.Module, batch: Batch) -> Tensor:
-        nonlocal seen
-        seen += 1
-        if rank == 1 and seen == 10:
-            signals().set("dying")
-            os.kill(os.getpid(), 9)
-        return loss_of(model, batch)
 
-    wave = TickTock(model, optimizer, loss_fn, overlap=True)
-    try:
-        for step in range(50):
-            wave.step(batch_of(step, rank))
-    except TransportError as error:
-        print(type(error).__name__, flush=True)
-    except RuntimeError as error:
-        print("RuntimeError", error, flush=True)
-    wave.close()
-    os._exit(0)
+def dying_in(loss_fn: Callable[..., Tensor], call: int, dies: bool) -> Callable[..., Tensor]:
+    """A loss in whose call of that number this process dies."""
+    calls = count(1)
+
+    def loss(*args: Any) -> Tensor:
+        if next(calls) == call and dies:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return loss_fn(*args)
+
+    return loss
+
+
+def prints_end(waves: Any, step: Callable[[int], object]) -> NoReturn:
+    """Prints how the training ended, and ends what is left of it."""
+
+    def train() -> None:
+        try:
+            for number in range(50):
+                step(number)
+        finally:
+            waves.close()
+
+    prints_and_ends(train, Exception)

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
-from raised import raised
-from rank_worker import die_at, gloo_threads, gloo_threads_left, signals
+from raised import leaving, raised
+from rank_worker import die_at, signals
 from torch import Tensor, nn
 from torch.nn import functional
 from training import listening
-from wave_cases import CLASSES, WIDTH, batch_of
+from wave_cases import CLASSES, WIDTH, batch_of, dying_in, prints_end
 
-from bytesched.errors import BytesschedError, SchedulerClosed, TransportError
+from bytesched.errors import SchedulerClosed
 from bytesched.plugins.wave import ModelWaves
 from bytesched.plugins.wave.stage import Cargo, Route
 from bytesched.plugins.wave.traffic import Traffic
@@ -195,54 +195,34 @@ def updates_equal(kind: str) -> list[str]:
 
 def refusals() -> list[str]:
     """What cannot be cut, and ranks that disagree; nothing stays open while an error is kept."""
-    before = gloo_threads()
     shared = nn.Linear(4, 4)
     x = torch.zeros(2, 4)
-    told = []
-    models: list[nn.Sequential] = [
-        nn.Sequential(nn.Linear(4, 4)),
-        nn.Sequential(shared, nn.ReLU(), shared),
-        nn.Sequential(nn.Linear(4, 4, device="meta"), nn.Linear(4, 4)),
-        nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)),
-        nn.Sequential(nn.Linear(4, 4 + dist.get_rank()), nn.ReLU(), nn.Linear(4, 4)),
-        nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)),
+    rank = dist.get_rank()
+    three = partial(nn.Sequential, nn.Linear(4, 4), nn.ReLU())
+    stranger = {"params": [nn.Parameter(torch.zeros(3))]}
+    cases: list[tuple[nn.Sequential, list[Any], dict[str, Any]]] = [
+        (nn.Sequential(nn.Linear(4, 4)), [], {}),
+        (nn.Sequential(shared, nn.ReLU(), shared), [], {}),
+        (nn.Sequential(nn.Linear(4, 4, device="meta"), nn.Linear(4, 4)), [], {}),
+        (three(nn.Linear(4, 4)), [stranger], {}),
+        (nn.Sequential(nn.Linear(4, 4 + rank), nn.ReLU(), nn.Linear(4, 4)), [], {}),
+        (three(nn.Linear(4, 4)), [], {"partition_bytes": 256 * (1 + rank)}),
     ]
-    for number, model in enumerate(models):
-        optimizer = optimizer_of(model)
-        if number == 3:
-            optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
-        fields: dict[str, Any] = {"timeout_s": 10.0}
-        if number == 5:
-            fields["partition_bytes"] = 256 * (1 + dist.get_rank())
-        try:
-            ModelWaves(model, optimizer, functional.mse_loss, x, **fields)
-        except BytesschedError as error:
-            left = gloo_threads_left(before)
-            told.append(f"{type(error).__name__}: {error}" + f" and left {left}" * bool(left))
+    told = []
+    for model, groups, fields in cases:
+        optimizer = torch.optim.AdamW([{"params": model.parameters()}, *groups])
+        fields = {"timeout_s": 10.0, **fields}
+        made = partial(ModelWaves, model, optimizer, functional.mse_loss, x, **fields)
+        told.append(leaving(made))
     return told
 
 
 def rank_dies() -> None:
     """The last rank dies in its second step; the others say how their training ended."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    seen = 0
-
-    def loss_fn(output: Tensor, targets: Tensor) -> Tensor:
-        nonlocal seen
-        seen += 1
-        if rank == ranks - 1 and seen == 2:
-            signals().set("dying")
-            os.kill(os.getpid(), 9)
-        return functional.cross_entropy(output, targets)
-
+    loss_fn = dying_in(functional.cross_entropy, 2, rank == ranks - 1)
     waves = waves_of(chain(), loss_fn, timeout_s=8.0)
-    try:
-        for step in range(10):
-            waves.step(*batch_of(step, rank))
-    except TransportError as error:
-        print(type(error).__name__, flush=True)
-    waves.close()
-    os._exit(0)
+    prints_end(waves, lambda step: waves.step(*batch_of(step, rank)))
 
 
 def dies_while_it_receives() -> None:
@@ -264,12 +244,7 @@ def dies_while_it_receives() -> None:
     fields: dict[str, Any] = {"partition_bytes": 2**28, "timeout_s": 300.0}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     waves = ModelWaves(model, optimizer, functional.mse_loss, torch.ones(1, width), **fields)
-    try:
-        waves.step(torch.ones(1, width), torch.ones(1, width))
-    except TransportError as error:
-        print(type(error).__name__, flush=True)
-    waves.close()
-    dist.destroy_process_group()
+    prints_end(waves, lambda _: waves.step(torch.ones(1, width), torch.ones(1, width)))
 
 
 def user_error() -> str:

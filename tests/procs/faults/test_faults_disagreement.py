@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import faults_disagreement_cases as cases
 import pytest
-from faults_cases import FAULT_STEP, NO_TIMEOUT_S, TIMEOUT_S
+from faults_cases import FAULT_STEP
 from faults_fixtures import check_ended_well, check_told_of, selected
 from faults_runner import RankEnd, Runs, Scenario
 
 runs = pytest.fixture(scope="module")(selected)
-pytestmark = pytest.mark.procs
 
 FIRST, OTHER = 0, 1
 
@@ -21,66 +21,48 @@ def each(*scenarios: Scenario) -> pytest.MarkDecorator:
 
 
 def on_each_rank(name: str, case: Callable[..., object], *args: object) -> list[Scenario]:
-    return [
-        Scenario(f"{name}-{'rank1' if who else 'rank0'}", case, (who, *args))
-        for who in (FIRST, OTHER)
-    ]
+    return [Scenario(f"{name}-rank{who}", case, (who, *args)) for who in (FIRST, OTHER)]
 
 
-def culprit_and_other(scenario: Scenario, ends: list[RankEnd]) -> tuple[RankEnd, RankEnd]:
-    return (ends[0], ends[1]) if scenario.args[0] == FIRST else (ends[1], ends[0])
+def culprit_and_other(scenario: Scenario, runs: Runs) -> tuple[RankEnd, RankEnd]:
+    first, other = runs.of(scenario)
+    return (first, other) if scenario.args[0] == FIRST else (other, first)
 
 
-def check_mismatch(ends: list[RankEnd], said: str) -> None:
-    for end in ends:
-        assert not end.hung, end.stderr
-        assert (end.code, end.told.get("error")) == (1, "MismatchError"), end.stderr
-        assert said in end.told["message"]
-        assert end.told["threads_left"] == []
-
-
-MODELS = {
+DIFFERENT_MODELS = {
     "layers": "rank 1 has '0.layers.0.weight",
     "shape": "rank 1 has 'extra (3,)",
     "dtype": "rank 1 has 'layers.0.weight (16, 8) torch.float64'",
     "frozen": "rank 0 has 'layers.0.weight",
     "optimizer": "rank 1 has 'optimizer Adam'",
 }
-
-
-@each(*(Scenario(kind, cases.different_models, (kind, NO_TIMEOUT_S)) for kind in MODELS))
-@pytest.mark.one_in(2)
-def test_different_models(scenario: Scenario, runs: Runs) -> None:
-    check_mismatch(runs.of(scenario), MODELS[scenario.name])
-
-
-SETTINGS = {"partition_bytes": 512, "policy": "fifo", "compression": "bf16"}
+DIFFERENT_SETTINGS = {"partition_bytes": 512, "policy": "fifo", "compression": "bf16"}
+OFF = {1: {"BYTESCHED_CROSS_BARRIER": "0"}}
+SAID = {
+    **DIFFERENT_MODELS,
+    **{name: f"{name} = {value!r}" for name, value in DIFFERENT_SETTINGS.items()},
+    "environment": "cross_barrier = False",
+}
 
 
 @each(
+    *(Scenario(kind, cases.different_models, (kind,)) for kind in DIFFERENT_MODELS),
     *(
-        Scenario(name, cases.different_settings, (NO_TIMEOUT_S, [{}, {name: value}]))
-        for name, value in SETTINGS.items()
-    )
+        Scenario(name, cases.different_settings, ({name: value},))
+        for name, value in DIFFERENT_SETTINGS.items()
+    ),
+    Scenario("environment", cases.different_settings, ({},), OFF),
 )
-@pytest.mark.one_in(3)
-def test_different_settings(scenario: Scenario, runs: Runs) -> None:
-    check_mismatch(runs.of(scenario), f"{scenario.name} = {SETTINGS[scenario.name]!r}")
+@pytest.mark.one_in(2)
+def test_different_models_and_settings(scenario: Scenario, runs: Runs) -> None:
+    for end in runs.of(scenario):
+        assert not end.hung, end.stderr
+        assert (end.code, end.told.get("error")) == (1, "MismatchError"), end.stderr
+        assert SAID[scenario.name] in end.told["message"]
+        assert end.told["threads_left"] == []
 
 
-@each(
-    Scenario(
-        "environment",
-        cases.different_settings,
-        (NO_TIMEOUT_S, [{}, {}]),
-        {1: {"BYTESCHED_CROSS_BARRIER": "0"}},
-    )
-)
-def test_different_environment(scenario: Scenario, runs: Runs) -> None:
-    check_mismatch(runs.of(scenario), "cross_barrier = False")
-
-
-REFUSED = {
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "unknown-policy": ({"policy": "abc"}, "ConfigError: no policy 'abc'"),
     "impossible-size": ({"partition_bytes": "12x"}, "ConfigError: partition_bytes = '12x'"),
     "off": ({"enabled": False}, "enabled is off"),
@@ -91,27 +73,26 @@ REFUSED = {
     *(
         scenario
         for name, (fields, _) in REFUSED.items()
-        for scenario in on_each_rank(name, cases.one_cannot_wrap, NO_TIMEOUT_S, fields)
+        for scenario in on_each_rank(name, cases.one_cannot_wrap, fields)
     )
 )
 @pytest.mark.one_in(5)
 def test_one_rank_cannot_wrap(scenario: Scenario, runs: Runs) -> None:
     """Before anything collective, and long before any deadline."""
-    culprit, other = culprit_and_other(scenario, runs.of(scenario))
+    culprit, other = culprit_and_other(scenario, runs)
     _, why = REFUSED[scenario.name.rpartition("-")[0]]
     assert other.told.get("error") == "MismatchError", other.stderr
     assert f"rank {scenario.args[0]} does not wrap: {why}" in other.told["message"]
     assert not culprit.hung
     assert culprit.told.get("error") == ("ConfigError" if "Error" in why else None)
-    for end in (culprit, other):
-        assert end.told["threads_left"] == []
+    assert culprit.told["threads_left"] == other.told["threads_left"] == []
 
 
-@each(*on_each_rank("no-wrap", cases.one_does_not_wrap, TIMEOUT_S))
+@each(*on_each_rank("no-wrap", cases.one_does_not_wrap))
 @pytest.mark.one_in(2)
 def test_one_rank_does_not_wrap(scenario: Scenario, runs: Runs) -> None:
     """The one that wraps says so in time; the plain one fails by DDP's own error."""
-    plain, wrapped = culprit_and_other(scenario, runs.of(scenario))
+    plain, wrapped = culprit_and_other(scenario, runs)
     assert wrapped.told.get("error") == "SchedulerTimeout", wrapped.stderr
     assert "does every rank make the same calls of bytesched" in wrapped.told["message"]
     assert not wrapped.hung
@@ -119,76 +100,68 @@ def test_one_rank_does_not_wrap(scenario: Scenario, runs: Runs) -> None:
     assert plain.told["error"] == "RuntimeError"
 
 
-@each(*on_each_rank("dies-in-wrap", cases.dies_in_wrap, NO_TIMEOUT_S))
-@pytest.mark.one_in(2)
-def test_one_rank_dies_in_wrap(scenario: Scenario, runs: Runs) -> None:
-    died, other = culprit_and_other(scenario, runs.of(scenario))
-    assert died.code == -9
-    check_told_of(other, {"PeerLost"})
+class Apart(NamedTuple):
+    """What one rank does, and how it ends; the other one hears of it by `PeerLost`."""
+
+    case: Callable[..., object]
+    args: tuple[object, ...] = ()
+    code: int = 0
+    error: str | None = None
+    #: in the messages of both
+    said: str = ""
 
 
-@each(*on_each_rank("skips-a-layer-at-first", cases.skips_a_layer, 0, NO_TIMEOUT_S)[1:])
-def test_one_rank_skips_a_layer_before_any_bucket_is_full(scenario: Scenario, runs: Runs) -> None:
-    """DDP says so, with the numbers of parameters."""
-    culprit, other = culprit_and_other(scenario, runs.of(scenario))
-    assert culprit.told.get("error") == "RuntimeError", culprit.stderr
-    assert "Expected to have finished reduction" in culprit.told["message"]
-    check_told_of(other, {"PeerLost"})
-    assert "Expected to have finished reduction" in other.told["message"]
-
-
-@each(*on_each_rank("skips-a-layer", cases.skips_a_layer, FAULT_STEP, NO_TIMEOUT_S))
-@pytest.mark.one_in(2)
-def test_one_rank_skips_a_layer(scenario: Scenario, runs: Runs) -> None:
-    culprit, other = culprit_and_other(scenario, runs.of(scenario))
-    assert culprit.told.get("error") == "UnusedParameterError", culprit.stderr
-    assert culprit.code == 1
-    assert "module.middle.weight" in culprit.told["message"]
-    check_ended_well(culprit)
-    check_told_of(other, {"PeerLost"})
-    assert f"rank {scenario.args[0]} said: " in other.told["message"]
-    assert "module.middle.weight" in other.told["message"]
-
-
-@each(
-    *on_each_rank("ends-early", cases.ends_early, NO_TIMEOUT_S),
-    *on_each_rank("skips-a-batch", cases.skips_a_batch, NO_TIMEOUT_S),
-)
-@pytest.mark.one_in(3)
-def test_one_rank_has_fewer_batches(scenario: Scenario, runs: Runs) -> None:
-    early, other = culprit_and_other(scenario, runs.of(scenario))
-    assert early.code == 0
-    check_ended_well(early)
-    check_told_of(other, {"PeerLost"})
-
-
-@each(*on_each_rank("corrupts-the-state", cases.corrupts_the_state, NO_TIMEOUT_S))
-@pytest.mark.one_in(2)
-def test_the_deferred_update_raises(scenario: Scenario, runs: Runs) -> None:
-    culprit, other = culprit_and_other(scenario, runs.of(scenario))
-    assert culprit.told.get("error") == "RuntimeError", culprit.stderr
-    assert "size of tensor" in culprit.told["message"]
-    assert culprit.code == 1
-    check_ended_well(culprit)
-    check_told_of(other, {"PeerLost"})
-    assert "size of tensor" in other.told["message"]
+APART = {
+    "dies-in-wrap": Apart(cases.dies_in_wrap, code=-9),
+    # DDP says so, with the numbers of parameters, before any bucket is full.
+    "skips-a-layer-at-first": Apart(
+        *(cases.skips_a_layer, (0,), 1, "RuntimeError", "Expected to have finished reduction")
+    ),
+    "skips-a-layer": Apart(
+        *(cases.skips_a_layer, (FAULT_STEP,), 1, "UnusedParameterError", "module.middle.weight")
+    ),
+    "has-fewer-batches": Apart(cases.ends_early),
+    "skips-a-batch": Apart(cases.skips_a_batch),
+    "corrupts-the-state": Apart(
+        cases.corrupts_the_state, code=1, error="RuntimeError", said="size of tensor"
+    ),
+    "lives-on-after-update": Apart(cases.stays_alive, ("in_update",)),
+    "unwraps-in-backward": Apart(cases.stays_alive, ("in_backward",)),
+}
 
 
 @each(
     *(
-        Scenario(moment, cases.catches_and_goes_on, (moment, NO_TIMEOUT_S))
-        for moment in ("in_forward", "before_backward")
+        scenario
+        for name, apart in APART.items()
+        for scenario in on_each_rank(name, apart.case, *apart.args)
+        if scenario.name != "skips-a-layer-at-first-rank0"
     )
 )
-def test_training_goes_on_after_an_exception_outside_backward(
-    scenario: Scenario, runs: Runs
-) -> None:
+@pytest.mark.one_in(2)
+def test_one_rank_goes_apart(scenario: Scenario, runs: Runs) -> None:
+    culprit, other = culprit_and_other(scenario, runs)
+    apart = APART[scenario.name.rpartition("-")[0]]
+    assert (culprit.code, culprit.told.get("error")) == (apart.code, apart.error), culprit.stderr
+    check_told_of(other, {"PeerLost"})
+    assert apart.said in other.told["message"]
+    if apart.error is not None:
+        assert apart.said in culprit.told["message"]
+        assert f"rank {scenario.args[0]} said: " in other.told["message"]
+    assert culprit.told.get("threads_after_unwrap", []) == []
+    if apart.code >= 0:
+        check_ended_well(culprit)
+
+
+@each(*on_each_rank("skips-step", cases.skips_step))
+@pytest.mark.one_in(2)
+def test_one_rank_skips_step_as_in_plain_ddp(scenario: Scenario, runs: Runs) -> None:
     for end in runs.of(scenario):
         assert (end.code, end.told.get("equal")) == (0, True), end.stderr
         check_ended_well(end)
 
 
-@each(Scenario("in_backward", cases.catches_and_goes_on, ("in_backward", NO_TIMEOUT_S)))
+@each(Scenario("catches-in-backward", cases.catches_in_backward))
 def test_training_cannot_go_on_after_an_interrupted_backward(
     scenario: Scenario, runs: Runs
 ) -> None:
@@ -198,56 +171,29 @@ def test_training_cannot_go_on_after_an_interrupted_backward(
 
 
 @each(
-    *on_each_rank("lives-on-after-update", cases.stays_alive, "in_update", NO_TIMEOUT_S),
-    *on_each_rank("unwraps-in-backward", cases.stays_alive, "in_backward", NO_TIMEOUT_S),
-)
-@pytest.mark.one_in(3)
-def test_the_other_rank_is_told_although_nobody_died(scenario: Scenario, runs: Runs) -> None:
-    culprit, other = culprit_and_other(scenario, runs.of(scenario))
-    check_told_of(other, {"PeerLost"})
-    assert culprit.code == 0, culprit.stderr
-    assert culprit.told.get("threads_after_unwrap", []) == []
-    check_ended_well(culprit)
-
-
-@each(*on_each_rank("skips-step", cases.skips_step, NO_TIMEOUT_S))
-@pytest.mark.one_in(2)
-def test_one_rank_skips_step_as_in_plain_ddp(scenario: Scenario, runs: Runs) -> None:
-    for end in runs.of(scenario):
-        assert (end.code, end.told.get("equal")) == (0, True), end.stderr
-        check_ended_well(end)
-
-
-@each(
-    *on_each_rank("skips-step-of-shard", cases.skips_step_of_shard, "step", NO_TIMEOUT_S),
+    *on_each_rank("skips-step-of-shard", cases.skips_step_of_shard, "step"),
     Scenario(
-        "drops-a-gradient-of-shard",
-        cases.skips_step_of_shard,
-        (OTHER, "gradient", NO_TIMEOUT_S),
-        world_size=3,
+        "drops-a-gradient-of-shard", cases.skips_step_of_shard, (OTHER, "gradient"), world_size=3
     ),
 )
 @pytest.mark.one_in(3)
 def test_one_rank_skips_a_step_that_others_wait_for(scenario: Scenario, runs: Runs) -> None:
     ends = runs.of(scenario)
-    drops = scenario.args[1]
-    assert {end.told.get("error") for end in ends} <= {"MismatchError", "PeerLost"}
+    said = {
+        "gradient": "a gradient was set to None",
+        "step": "on one of them a step was left out",
+    }[str(scenario.args[1])]
     for end in ends:
         check_told_of(end, {"MismatchError", "PeerLost"})
         assert "MismatchError" in (end.told["error"], *end.told["message"].split(": "))
-        said = (
-            "a gradient was set to None"
-            if drops == "gradient"
-            else "on one of them a step was left out"
-        )
         assert said in end.told["message"]
         assert end.told["state"]["error"] == "PluginError"
 
 
-@each(*on_each_rank("goes-on", cases.goes_on_after_an_error, NO_TIMEOUT_S))
+@each(*on_each_rank("goes-on", cases.goes_on_after_an_error))
 @pytest.mark.one_in(2)
 def test_the_error_stays_until_unwrap(scenario: Scenario, runs: Runs) -> None:
-    died, other = culprit_and_other(scenario, runs.of(scenario))
+    died, other = culprit_and_other(scenario, runs)
     assert died.code == -9
     assert other.code == 0, other.stderr
     for attempt in ("forward", "step", "flush", "state", "unwrap"):

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import faults_exit_cases as cases
 import pytest
-from faults_cases import NO_TIMEOUT_S, TIMEOUT_S
 from faults_fixtures import check_ended_well, check_told_of, selected
 from faults_runner import Runs, Scenario
 from ranks import run_fresh
 
 runs = pytest.fixture(scope="module")(selected)
-pytestmark = pytest.mark.procs
 
 
 def each(*scenarios: Scenario) -> pytest.MarkDecorator:
@@ -20,9 +18,7 @@ def each(*scenarios: Scenario) -> pytest.MarkDecorator:
 CODES = {"falls-off": 0, "destroys-group": 0, "sys-exit": 3, "sigterm-handler": 143}
 
 
-@each(
-    *(Scenario(end, cases.leaves_with_an_update_outstanding, (end, NO_TIMEOUT_S)) for end in CODES)
-)
+@each(*(Scenario(end, cases.leaves_with_an_update_outstanding, (end,)) for end in CODES))
 @pytest.mark.one_in(3)
 def test_the_last_update_is_in_a_checkpoint_saved_at_exit(scenario: Scenario, runs: Runs) -> None:
     ends = runs.of(scenario)
@@ -42,7 +38,7 @@ def test_a_rank_that_leaves_without_an_end_takes_no_gradient_with_it() -> None:
     assert wrapped[0].stdout == plain[0].stdout
 
 
-@each(Scenario("last-update-lost", cases.last_update_is_lost, (NO_TIMEOUT_S,)))
+@each(Scenario("is-lost", cases.leaves_with_an_update_outstanding, ("is-lost",)))
 def test_a_checkpoint_without_the_last_update_cannot_be_saved(
     scenario: Scenario, runs: Runs
 ) -> None:
@@ -55,7 +51,7 @@ def test_a_checkpoint_without_the_last_update_cannot_be_saved(
     check_ended_well(survivor)
 
 
-@each(Scenario("one-step-more", cases.takes_one_step_more, (NO_TIMEOUT_S,)))
+@each(Scenario("one-step-more", cases.takes_one_step_more))
 def test_a_step_that_the_other_rank_does_not_take_is_a_failure(
     scenario: Scenario, runs: Runs
 ) -> None:
@@ -80,7 +76,7 @@ def test_a_lost_step_fails_a_child_of_multiprocessing() -> None:
     assert [rank.stdout.split() for rank in ranks] == [["0"], ["1"]], ranks[1].stderr
 
 
-@each(Scenario("interrupted", cases.interrupted_at_a_gate, (NO_TIMEOUT_S,)))
+@each(Scenario("interrupted", cases.interrupted_at_a_gate))
 def test_interrupted_at_a_gate(scenario: Scenario, runs: Runs) -> None:
     interrupted, other = runs.of(scenario)
     assert (interrupted.code, interrupted.told.get("error")) == (-2, "KeyboardInterrupt")
@@ -89,7 +85,7 @@ def test_interrupted_at_a_gate(scenario: Scenario, runs: Runs) -> None:
     assert "rank 0 said: KeyboardInterrupt" in other.told["message"]
 
 
-@each(Scenario("fork", cases.forks_with_an_update_outstanding, (NO_TIMEOUT_S,)))
+@each(Scenario("fork", cases.forks_with_an_update_outstanding))
 def test_a_forked_child_ends(scenario: Scenario, runs: Runs) -> None:
     ends = runs.of(scenario)
     assert ends[0].told.get("child_code") == 5, ends[0].stderr
@@ -99,7 +95,7 @@ def test_a_forked_child_ends(scenario: Scenario, runs: Runs) -> None:
         check_ended_well(end)
 
 
-@each(Scenario("pause", cases.pauses, (NO_TIMEOUT_S,)))
+@each(Scenario("pause", cases.pauses))
 def test_a_pause_is_no_fault(scenario: Scenario, runs: Runs) -> None:
     ends = runs.of(scenario)
     assert ends[0].told.get("stopped"), ends[0].stderr
@@ -108,7 +104,7 @@ def test_a_pause_is_no_fault(scenario: Scenario, runs: Runs) -> None:
         check_ended_well(end)
 
 
-@each(Scenario("store-stopped", cases.store_is_stopped, (TIMEOUT_S,)))
+@each(Scenario("store-stopped", cases.store_is_stopped))
 def test_the_server_of_the_store_is_stopped(scenario: Scenario, runs: Runs) -> None:
     stopped, survivor = runs.of(scenario)
     assert stopped.stopped

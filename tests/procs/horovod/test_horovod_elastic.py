@@ -11,8 +11,6 @@ import pytest
 import torch
 from paths import SCRIPTS
 
-pytestmark = pytest.mark.nightly
-
 SCRIPT = SCRIPTS / "elastic_script.py"
 
 
@@ -31,8 +29,7 @@ def trained_alone(steps: int) -> torch.Tensor:
     return torch.cat([p.detach().flatten() for p in model.parameters()])[::97]
 
 
-@pytest.mark.procs
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_rank_dies_and_another_comes(hvd_gloo: Callable[[int], Any], tmp_path: Path) -> None:
     from horovod_launched import run_fresh_horovod
 
@@ -45,7 +42,7 @@ def test_a_rank_dies_and_another_comes(hvd_gloo: Callable[[int], Any], tmp_path:
         3,
         timeout_s=240,
         env={"HOROVOD_GLOO_TIMEOUT_SECONDS": "15"},
-        args=(tmp_path, "wrapped"),
+        args=(tmp_path,),
         launcher_args=[
             *("--min-np", "2", "--max-np", "3"),
             *("--host-discovery-script", str(hosts), "--blacklist-cooldown-range", "2", "3"),

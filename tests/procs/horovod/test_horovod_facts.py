@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-import horovod_models as models
 import pytest
 from plugin_suite import PluginContract
-from ranks import address_of
 from training import differences
 
 if TYPE_CHECKING:
@@ -18,7 +15,6 @@ if TYPE_CHECKING:
 
 Pools = Callable[[int], "Ranks"]
 Told = dict[str, Any]
-pytestmark = pytest.mark.procs
 
 
 @pytest.fixture
@@ -90,64 +86,45 @@ def test_sparse_gradients_that_nothing_announced(
             check_gave_up(told, who[0])
 
 
+#: what rank `who` does, and then lives on
+LIVES_ON: list[tuple[Any, ...]] = [
+    *(
+        ("caught", moment, step, False)
+        for moment, steps in (
+            ("now", (0, 1, 3)),
+            ("when nothing is under way", (1, 3)),
+            ("in the next forward pass", (0, 1, 3)),
+        )
+        for step in steps
+    ),
+    # Then what is announced are the chunks of the latest cut.
+    ("caught", "now", 3, True),
+    ("caught", "when nothing is under way", 3, True),
+    *(("caught", "now", step, False, "fp16") for step in (0, 1, 3)),
+    *(("failed_update", tuned, is_owed) for tuned in (False, True) for is_owed in (False, True)),
+]
+
+
 @pytest.mark.parametrize("who", [0, 1])
-@pytest.mark.parametrize(
-    ("moment", "in_step", "tuned"),
-    [
-        ("now", 0, False),
-        ("now", 1, False),
-        ("now", 3, False),
-        ("when nothing is under way", 1, False),
-        ("when nothing is under way", 3, False),
-        ("in the next forward pass", 0, False),
-        ("in the next forward pass", 1, False),
-        ("in the next forward pass", 3, False),
-        # Then what is announced are the chunks of the latest cut.
-        ("now", 3, True),
-        ("when nothing is under way", 3, True),
-    ],
-)
-def test_the_others_hear_of_a_caught_error(
-    own_pool: Ranks, cases: ModuleType, moment: str, who: int, in_step: int, tuned: bool
+@pytest.mark.parametrize("case", LIVES_ON, ids=str)
+@pytest.mark.one_in(2)
+def test_the_others_hear_of_an_error(
+    own_pool: Ranks, cases: ModuleType, case: tuple[Any, ...], who: int
 ) -> None:
-    told = own_pool.run(cases.caught, moment, who, in_step, tuned)
-    assert told[who]["kinds"][0] == "ArithmeticError"
+    name, *args = case
+    told = own_pool.run(getattr(cases, name), who, *args)
     check_gave_up(told[1 - who], who)
+    if name == "caught":
+        assert told[who]["kinds"][0] == "ArithmeticError"
+    else:
+        assert told[who]["kinds"][0] == "RuntimeError"
+        assert "size of tensor" in told[who]["message"]
+        assert told[who]["steps"] == 3 + args[-1]
 
 
 @pytest.mark.parametrize("who", [0, 1])
-@pytest.mark.parametrize("in_step", [0, 1, 3])
-def test_the_others_hear_of_it_where_gradients_are_compressed(
-    own_pool: Ranks, cases: ModuleType, who: int, in_step: int
-) -> None:
-    told = own_pool.run(cases.caught, "now", who, in_step, False, "fp16")
-    check_gave_up(told[1 - who], who)
-
-
-@pytest.mark.parametrize("who", [0, 1])
-@pytest.mark.parametrize("tuned", [False, True], ids=["", "while they wait for a word"])
-@pytest.mark.parametrize("is_owed", [False, True], ids=["in step", "in the next forward pass"])
-def test_the_others_hear_of_a_failed_update(
-    own_pool: Ranks, cases: ModuleType, who: int, tuned: bool, is_owed: bool
-) -> None:
-    told = own_pool.run(cases.failed_update, who, tuned, is_owed)
-    assert told[who]["kinds"][0] == "RuntimeError"
-    assert "size of tensor" in told[who]["message"]
-    assert told[who]["steps"] == 3 + is_owed
-    check_gave_up(told[1 - who], who)
-
-
-@pytest.mark.parametrize("who", [0, 1])
-@pytest.mark.parametrize(
-    ("after_steps", "tuned"),
-    [
-        (0, False),
-        (1, False),
-        (3, False),
-        # The first round ends with a measurement of the link.
-        (0, True),
-    ],
-)
+# The first round of a tuned one ends with a measurement of the link.
+@pytest.mark.parametrize(("after_steps", "tuned"), [(0, False), (1, False), (3, False), (0, True)])
 @pytest.mark.one_in(12)
 def test_the_others_hear_of_a_timeout(
     own_pool: Ranks, cases: ModuleType, who: int, after_steps: int, tuned: bool
@@ -209,20 +186,6 @@ def test_ranks_agree_after_a_closure(hvd_gloo: Pools, cases: ModuleType) -> None
     """Plain Horovod steps before the gradients of the closure have arrived."""
     one, other = hvd_gloo(2).run(cases.weights_after_closures)
     assert not list(differences(one, other, "weights"))
-
-
-@pytest.mark.parametrize("script", ["process_set", "halves_in_a_process_set"])
-def test_process_set(hvd_gloo: Pools, script: str) -> None:
-    """Of two ranks, so equal to the last bit; the third is outside and trains alone."""
-    from horovod_forked import HorovodRanks
-    from horovod_training import compare
-
-    env = {"HOROVOD_DYNAMIC_PROCESS_SETS": "1"}
-    with contextlib.closing(HorovodRanks(3, env)) as ranks:
-        outcomes = ranks.run(compare, address_of(getattr(models, script)), (0, 2))
-    for found, _ in outcomes:
-        assert not found, "\n".join(found[:20])
-    assert [stats["mode"] for _, stats in outcomes] == ["cross", "plain", "cross"]
 
 
 def test_adasum_is_left_as_it_was(hvd_mpi: Pools) -> None:

@@ -15,13 +15,12 @@ if TYPE_CHECKING:
     from ranks import Ranks
 
 Pools = Callable[[int], "Ranks"]
-pytestmark = pytest.mark.procs
 
 #: names of the operations of each phase
 PLAIN, OURS = "plain.", "bytesched.0."
 
 
-@pytest.fixture(params=["gloo", pytest.param("mpi", marks=pytest.mark.slow)])
+@pytest.fixture(params=["gloo", "mpi"])
 def kind(request: pytest.FixtureRequest) -> Kind:
     # Skips where it is missing.
     request.getfixturevalue(f"hvd_{request.param}")
@@ -65,7 +64,7 @@ def test_chunks_are_reduced_in_the_order_of_their_plan(kind: Kind, tmp_path: Pat
 
 @pytest.mark.parametrize(
     ("kind", "capacity"),
-    [("gloo", 0), ("gloo", 4), pytest.param("mpi", 0, marks=pytest.mark.slow)],
+    [("gloo", 0), ("gloo", 4), ("mpi", 0)],
     indirect=["kind"],
 )
 def test_order_without_horovods_cache(kind: Kind, capacity: int, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The trainers themselves, two ranks: the bits of a plain run, across the barrier."""
+"""Trainers, and optimizers of other packages: the bits of a plain run, across the barrier."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ import pytest
 from builds import python_with
 from paths import ROOT, SCRIPTS
 
+from bytesched.environment import child_environment
 from bytesched.lab.hosts import Lab
+from bytesched.plugins.update.separable import KNOWN
 
 #: of each link, where there are emulated hosts: over loopback, what follows a norm may have come
 RATE = "200mbit"
 TIMEOUT_S = 600.0
 
-pytestmark = [pytest.mark.procs, pytest.mark.nightly, pytest.mark.timeout(TIMEOUT_S + 20)]
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(TIMEOUT_S + 20)]
 
 WAYS = {
     "accelerate": ["by default", "accumulating", "clipping"],
@@ -88,3 +90,19 @@ def test_trains_as_without_and_crosses(outcomes: list[dict[str, Any]], trainer: 
             assert outcome["figures"]["order"] == "halves", outcome
         else:
             assert outcome["figures"]["barrier_crossed_pct"] > 0, outcome
+
+
+def test_known_optimizers_of_other_packages_have_the_bits_of_plain_training_deferred() -> None:
+    """All of them in one interpreter, whose imports take longest."""
+    trained = subprocess.run(
+        [python_with("trainers"), str(SCRIPTS / "known_optimizers.py")],
+        env=child_environment({"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert trained.returncode == 0, trained.stderr[-6000:]
+    outcomes = [json.loads(line) for line in trained.stdout.splitlines()]
+    assert {outcome["name"] for outcome in outcomes} == KNOWN.keys()
+    assert [outcome for outcome in outcomes if outcome["error"]] == []

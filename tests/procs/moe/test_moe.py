@@ -6,54 +6,71 @@ Ranks that differ are told, or may; where one raises, stands still or dies, the 
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable
+from typing import Any
 
+import moe_cases as cases
+import moe_differing as differing
 import pytest
 import torch
-from all_to_all_cases import by_all_to_all
-from moe_cases import (
-    bits_by_pieces,
-    checkpoints,
-    dies_in_a_dispatch,
-    disagreements,
-    exchange_equals_torch,
-    grid_equals_alone,
-    layer_equals_alone,
-    plain_data_parallel,
-    used_in_many_ways,
-    volume_falls,
-)
-from moe_differing import (
-    a_router_in_32_bits,
-    another_dtype_of_one_rank,
-    bad_arguments,
-    copied_and_compiled,
-    experts_of_another_width,
-    fails_before_it_reduces,
-    frozen_on_one_rank,
-    infers,
-    layers_in_another_order,
-    raises_in_one_row,
-    raises_on_one_rank,
-)
+from exchange_cases import by_all_to_all
+from raised import check_survivors
 from ranks import Ranks, address_of, run_fresh
 
-pytestmark = pytest.mark.procs
+DTYPES = (torch.float32, torch.bfloat16, torch.float64)
+PATTERNS = ("uneven", "some empty", "one rank has none", "to one alone", "none")
+KINDS = ("top1", "top2", "dts")
+#: ranks, and what they find no difference in: to torch, to one process, or between two ways
+EQUAL: list[tuple[Any, ...]] = [
+    *((3, cases.exchange, pattern, dtype) for pattern in PATTERNS for dtype in DTYPES),
+    *((2, cases.layer_equals_alone, kind, pieces) for kind in KINDS for pieces in (1, 2, 4, 8)),
+    *((4, cases.layer_equals_alone, kind, 2) for kind in ("top2", "dts")),
+    # one of them without tokens
+    (2, cases.layer_equals_alone, "top1", 2, 1),
+    *((2, cases.bits_by_pieces, dtype) for dtype in DTYPES),
+    (2, cases.used_in_many_ways),
+    # Replicas of experts, which count once in norms.
+    (4, cases.grid_equals_alone),
+    (2, cases.checkpoints),
+    (2, cases.plain_data_parallel),
+    # Results have the dtype of tokens, whatever one rank or a wider router makes.
+    (2, differing.another_dtype_of_one_rank),
+    (2, differing.a_router_in_32_bits),
+    (2, differing.infers),
+    (2, differing.copied_and_compiled),
+]
+BY_ALL_TO_ALL: list[tuple[Any, ...]] = [
+    *((3, cases.exchange, pattern, torch.float32) for pattern in PATTERNS),
+    *((2, cases.layer_equals_alone, kind, 4) for kind in KINDS),
+    (2, cases.used_in_many_ways),
+]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize(
-    "pattern", ["uneven", "some empty", "one rank has none", "to one alone", "none"]
-)
-@pytest.mark.one_in(3)
-def test_the_exchange_has_the_bits_of_torch(
-    pattern: str, dtype: torch.dtype, three_ranks: Ranks
-) -> None:
-    assert three_ranks.run(exchange_equals_torch, pattern, dtype) == [(True, True)] * 3
+def named(case: tuple[Any, ...]) -> str:
+    ranks, run, *args = case
+    return "-".join([run.__name__, str(ranks), *map(str, args)])
+
+
+@pytest.fixture
+def pools(two_ranks: Ranks, three_ranks: Ranks, four_ranks: Ranks) -> dict[int, Ranks]:
+    return {ranks.world_size: ranks for ranks in (two_ranks, three_ranks, four_ranks)}
+
+
+@pytest.mark.parametrize("case", EQUAL, ids=named)
+@pytest.mark.one_in(2)
+def test_the_layer_equals_one_process(case: tuple[Any, ...], pools: dict[int, Ranks]) -> None:
+    size, run, *args = case
+    assert pools[size].run(run, *args) == [[]] * size
+
+
+@pytest.mark.parametrize("case", BY_ALL_TO_ALL, ids=named)
+@pytest.mark.one_in(2)
+def test_it_does_so_by_all_to_alls(case: tuple[Any, ...], pools: dict[int, Ranks]) -> None:
+    size, run, *args = case
+    assert pools[size].run(by_all_to_all, address_of(run), *args) == [[]] * size
 
 
 def test_ranks_that_disagree_are_told_on_all_of_them_and_go_on(three_ranks: Ranks) -> None:
-    first, *others = three_ranks.run(disagreements)
+    first, *others = three_ranks.run(cases.disagreements)
     assert others == [first, first]
     sizes, dtype, width, rows, counts, gradient, after = first
     assert sizes == (
@@ -70,45 +87,12 @@ def test_ranks_that_disagree_are_told_on_all_of_them_and_go_on(three_ranks: Rank
 
 
 def test_a_rank_that_dies_in_a_dispatch_is_a_named_error_on_all_others() -> None:
-    *survivors, dead = run_fresh(dies_in_a_dispatch, world_size=4, timeout_s=50)
-    assert dead.code == -9
-    for survivor in survivors:
-        assert survivor.code == 0, survivor.stderr
-        assert survivor.stdout.startswith("PeerLost: "), survivor.stdout
-        assert "task moe dispatch" in survivor.stdout
-
-
-@pytest.mark.parametrize("pieces", [1, 2, 4, 8])
-@pytest.mark.parametrize("kind", ["top1", "top2", "dts"])
-@pytest.mark.one_in(4)
-def test_the_layer_equals_one_process(kind: str, pieces: int, two_ranks: Ranks) -> None:
-    assert two_ranks.run(layer_equals_alone, kind, pieces) == [[], []]
-
-
-@pytest.mark.parametrize("kind", ["top2", "dts"])
-@pytest.mark.one_in(2)
-def test_the_layer_equals_one_process_on_four_ranks(kind: str, four_ranks: Ranks) -> None:
-    assert four_ranks.run(layer_equals_alone, kind, 2) == [[]] * 4
-
-
-def test_a_rank_may_have_no_tokens(two_ranks: Ranks) -> None:
-    assert two_ranks.run(layer_equals_alone, "top1", 2, 1) == [[], []]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.one_in(3)
-def test_pieces_of_whole_experts_have_the_bits_of_one(dtype: torch.dtype, two_ranks: Ranks) -> None:
-    assert two_ranks.run(bits_by_pieces, dtype) == [[True] * 3] * 2
-
-
-def test_a_layer_is_used_twice_checkpointed_accumulated_and_evaluated(two_ranks: Ranks) -> None:
-    for found in two_ranks.run(used_in_many_ways):
-        assert len(found) == 4
-        assert all(found.values()), found
+    ended = run_fresh(cases.dies_in_a_dispatch, world_size=4, timeout_s=50)
+    check_survivors(ended, "task moe dispatch")
 
 
 def test_volume_and_pieces_fall_with_the_temperature(two_ranks: Ranks) -> None:
-    first, second = two_ranks.run(volume_falls)
+    first, second = two_ranks.run(cases.volume_falls)
     assert [pieces for _, pieces in first] == [pieces for _, pieces in second]
     for found in (first, second):
         kept, pieces = zip(*found, strict=True)
@@ -116,39 +100,10 @@ def test_volume_and_pieces_fall_with_the_temperature(two_ranks: Ranks) -> None:
         assert pieces[0] > pieces[2] > pieces[3] == 1
 
 
-def test_replicas_of_experts_equal_one_process_and_count_once_in_norms(four_ranks: Ranks) -> None:
-    assert four_ranks.run(grid_equals_alone) == [[]] * 4
-
-
-def test_checkpoints_of_all_experts_and_of_a_rank(two_ranks: Ranks) -> None:
-    assert two_ranks.run(checkpoints) == [[], []]
-
-
-def test_data_parallel_leaves_experts_to_their_ranks(two_ranks: Ranks) -> None:
-    assert two_ranks.run(plain_data_parallel) == [([], True)] * 2
-
-
-@pytest.mark.parametrize("pattern", ["uneven", "some empty", "one rank has none", "none"])
-def test_an_all_to_all_has_the_bits_of_torch(pattern: str, three_ranks: Ranks) -> None:
-    case = address_of(exchange_equals_torch)
-    assert three_ranks.run(by_all_to_all, case, pattern, torch.float32) == [(True, True)] * 3
-
-
-@pytest.mark.parametrize("kind", ["top1", "top2", "dts"])
-@pytest.mark.one_in(3)
-def test_the_layer_equals_one_process_by_all_to_alls(kind: str, two_ranks: Ranks) -> None:
-    assert two_ranks.run(by_all_to_all, address_of(layer_equals_alone), kind, 4) == [[], []]
-
-
-def test_a_layer_is_used_in_many_ways_by_all_to_alls(two_ranks: Ranks) -> None:
-    for found in two_ranks.run(by_all_to_all, address_of(used_in_many_ways)):
-        assert all(found.values()), found
-
-
 def test_an_expert_of_another_width_is_an_error_on_all_ranks_which_go_on(
     three_ranks: Ranks,
 ) -> None:
-    first, second, last = three_ranks.run(experts_of_another_width)
+    first, second, last = three_ranks.run(differing.experts_of_another_width)
     assert last[0].startswith("PluginError: experts of layer")
     for found in (first, second):
         # The other rank that is told closes its connections too: whichever end is seen first.
@@ -159,7 +114,7 @@ def test_an_expert_of_another_width_is_an_error_on_all_ranks_which_go_on(
 
 
 def test_ranks_in_different_layers_are_told_which(two_ranks: Ranks) -> None:
-    first, second = two_ranks.run(layers_in_another_order)
+    first, second = two_ranks.run(differing.layers_in_another_order)
     assert first == second
     for found in first[:3]:
         assert found.startswith("MismatchError: the ranks of the exchange disagree: rank 0 has")
@@ -176,23 +131,13 @@ def test_ranks_in_different_layers_are_told_which(two_ranks: Ranks) -> None:
 
 
 def test_experts_are_trained_beside_frozen_ones_of_another_rank(two_ranks: Ranks) -> None:
-    for equal, found in two_ranks.run(frozen_on_one_rank):
+    for equal, found in two_ranks.run(differing.frozen_on_one_rank):
         assert equal
         assert "rank 1 of the exchange computes without gradients" in found
 
 
-@pytest.mark.parametrize("case", [another_dtype_of_one_rank, infers, a_router_in_32_bits])
-def test_dtypes_and_inference(case: Callable[[], bool], two_ranks: Ranks) -> None:
-    """Results have the dtype of tokens, whatever one rank or a wider router makes."""
-    assert two_ranks.run(case) == [True, True]
-
-
-def test_layers_can_be_copied_and_compiled(two_ranks: Ranks) -> None:
-    assert two_ranks.run(copied_and_compiled) == [(True, True)] * 2
-
-
 def test_pieces_are_at_least_one(two_ranks: Ranks) -> None:
-    for found in two_ranks.run(bad_arguments):
+    for found in two_ranks.run(differing.bad_arguments):
         assert all(line.startswith("ConfigError: most_pieces = ") for line in found)
 
 
@@ -208,7 +153,7 @@ def test_pieces_are_at_least_one(two_ranks: Ranks) -> None:
 def test_an_error_on_one_rank_is_told_to_the_others_which_go_on(
     kind: str, error_type: type[BaseException], four_ranks: Ranks
 ) -> None:
-    *others, last = four_ranks.run(raises_on_one_rank, kind, error_type)
+    *others, last = four_ranks.run(differing.raises_on_one_rank, kind, error_type)
     assert last == ["its own", "no error", 0]
     what = "the gate" if kind == "gate" else "experts"
     for found, *rest in others:
@@ -220,7 +165,7 @@ def test_an_error_on_one_rank_is_told_to_the_others_which_go_on(
 
 
 def test_an_error_in_one_row_of_a_grid_stays_in_it(four_ranks: Ranks) -> None:
-    *first_row, (third,), (last,) = four_ranks.run(raises_in_one_row)
+    *first_row, (third,), (last,) = four_ranks.run(differing.raises_in_one_row)
     assert first_row == [["no error"], ["no error"]]
     assert third.startswith("PeerLost: rank 3 is gone"), third
     # By its number in the job, as everywhere.
@@ -241,7 +186,7 @@ def test_sums_of_expert_gradients_end_at_the_limit_of_exchanges(
     """The process group's own limit is 30 s, and a stopped rank is ended by the one that waits."""
     limit = {"BYTESCHED_TIMEOUT_S": str(limit_s)}
     first, second, third, last = run_fresh(
-        fails_before_it_reduces, world_size=4, timeout_s=25, env=limit, args=(number,)
+        differing.fails_before_it_reduces, world_size=4, timeout_s=25, env=limit, args=(number,)
     )
     assert last.code == -9
     assert second.code == 0, second.stderr

@@ -4,18 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import adama_cases as cases
 import pytest
-from adama_cases import (
-    dies_in_a_mini_batch,
-    equals_alone,
-    goes_on_from_a_checkpoint,
-    is_let_go_of,
-    most_elements,
-    refused,
-)
+from raised import check_survivors
 from ranks import Ranks, run_fresh
-
-pytestmark = pytest.mark.procs
 
 #: of numbers of float64, summed in another order
 ROUNDING = 1e-12
@@ -29,12 +21,12 @@ ROUNDING = 1e-12
 )
 @pytest.mark.one_in(2)
 def test_equals_one_process(kind: str, options: dict[str, Any], two_ranks: Ranks) -> None:
-    assert max(two_ranks.run(equals_alone, kind, options, 3, "", {})) < ROUNDING
+    assert max(two_ranks.run(cases.equals_alone, kind, options, 3, "", {})) < ROUNDING
 
 
 @pytest.mark.parametrize("how", ["ddp", "ddp no_sync", "closure", "zeros"])
 def test_however_a_script_accumulates(how: str, three_ranks: Ranks) -> None:
-    assert max(three_ranks.run(equals_alone, "AdamW", {}, 4, how, {})) < ROUNDING
+    assert max(three_ranks.run(cases.equals_alone, "AdamW", {}, 4, how, {})) < ROUNDING
 
 
 @pytest.mark.parametrize(
@@ -49,22 +41,22 @@ def test_however_a_script_accumulates(how: str, three_ranks: Ranks) -> None:
     ids=str,
 )
 def test_with_settings(settings: dict[str, Any], two_ranks: Ranks) -> None:
-    assert max(two_ranks.run(equals_alone, "AdamW", {}, 2, "", settings)) < ROUNDING
+    assert max(two_ranks.run(cases.equals_alone, "AdamW", {}, 2, "", settings)) < ROUNDING
 
 
 def test_one_micro_batch(two_ranks: Ranks) -> None:
-    assert max(two_ranks.run(equals_alone, "Adam", {}, 1, "", {})) < ROUNDING
+    assert max(two_ranks.run(cases.equals_alone, "Adam", {}, 1, "", {})) < ROUNDING
 
 
 def test_a_checkpoint_goes_on_as_if_nothing_had_been(two_ranks: Ranks) -> None:
-    for same, same_state, keys in two_ranks.run(goes_on_from_a_checkpoint):
+    for same, same_state, keys in two_ranks.run(cases.goes_on_from_a_checkpoint):
         assert same
         assert same_state
         assert keys == ["step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"]
 
 
 def test_no_gradient_outlives_its_layer() -> None:
-    for rank in run_fresh(most_elements, timeout_s=60):
+    for rank in run_fresh(cases.most_elements, timeout_s=60):
         assert rank.code == 0, rank.stderr
         most, elements, layer = map(int, rank.stdout.split())
         # Of the moments, what moves to its arena is there twice for once; of a layer, its gradient.
@@ -72,7 +64,7 @@ def test_no_gradient_outlives_its_layer() -> None:
 
 
 def test_a_model_ends_with_the_last_reference_to_it(two_ranks: Ranks) -> None:
-    assert two_ranks.run(is_let_go_of) == [True, True]
+    assert two_ranks.run(cases.is_let_go_of) == [True, True]
 
 
 @pytest.mark.parametrize(
@@ -100,13 +92,9 @@ def test_a_model_ends_with_the_last_reference_to_it(two_ranks: Ranks) -> None:
     ],
 )
 def test_what_it_cannot_do_is_refused_by_name(case: str, told: str, two_ranks: Ranks) -> None:
-    for found in two_ranks.run(refused, case):
+    for found in two_ranks.run(cases.refused, case):
         assert told in found
 
 
 def test_a_rank_that_dies_in_a_mini_batch_is_named() -> None:
-    *survivors, dead = run_fresh(dies_in_a_mini_batch, world_size=3, timeout_s=60)
-    assert dead.code == -9
-    for survivor in survivors:
-        assert survivor.code == 0, survivor.stderr
-        assert survivor.stdout.startswith("PeerLost: "), survivor.stdout
+    check_survivors(run_fresh(cases.dies_in_a_mini_batch, world_size=3, timeout_s=60))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,9 +14,6 @@ from mxnet_cluster import Cluster
 from paths import ROOT, SCRIPTS
 
 from bytesched.environment import child_environment
-
-pytestmark = pytest.mark.procs
-
 
 #: what one cluster can do after another; each starts several processes
 CASES = (
@@ -39,25 +37,28 @@ def said() -> dict[str, list[dict[str, Any]]]:
     return answers(*CASES, "different_orders")
 
 
-@cache
-def alone(updates: str, optimizer: str) -> dict[str, Any]:
-    """What the same training comes to in one process."""
-    script = SCRIPTS / "mxnet_cases.py"
+def printed(*command: str | Path, **variables: str) -> str:
     done = subprocess.run(
-        [python_with("mxnet"), script, f"training:alone:{updates}:{optimizer}"],
-        env=child_environment({"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}),
+        [python_with("mxnet"), *command],
+        env=child_environment({"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **variables}),
         capture_output=True,
         text=True,
         timeout=250,
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    answer: dict[str, Any] = json.loads(done.stdout)
+    return done.stdout
+
+
+@cache
+def alone(updates: str, optimizer: str) -> dict[str, Any]:
+    """What the same training comes to in one process."""
+    case = f"training:alone:{updates}:{optimizer}"
+    answer: dict[str, Any] = json.loads(printed(SCRIPTS / "mxnet_cases.py", case))
     return answer
 
 
 @pytest.mark.nightly
-@pytest.mark.slow
 @pytest.mark.parametrize(("updates", "optimizer"), [("worker", "adam"), ("server", "sgd")])
 @pytest.mark.parametrize(("how", "servers"), [("trainer", 1), ("store", 2)])
 def test_training_is_that_of_one_process(
@@ -71,23 +72,11 @@ def test_training_is_that_of_one_process(
         assert answer["losses"] == {rank: expected["losses"][rank]}
 
 
-def example(**variables: str) -> list[str]:
-    """The lines that the example prints."""
-    ended = subprocess.run(
-        [python_with("mxnet"), ROOT / "examples" / "kvstore_mxnet.py"],
-        env=child_environment({"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **variables}),
-        capture_output=True,
-        text=True,
-        timeout=250,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stderr
-    return ended.stdout.splitlines()
-
-
 @pytest.mark.nightly
 def test_the_example_has_the_losses_of_plain_mxnet() -> None:
-    plain, ours = example(BYTESCHED_ENABLED="0"), example()
+    script = ROOT / "examples" / "kvstore_mxnet.py"
+    plain = printed(script, BYTESCHED_ENABLED="0").splitlines()
+    ours = printed(script).splitlines()
     assert [line for line in ours if "loss" in line] == plain[:-1]
     assert plain[-1] == "  mode = plain"
     assert "  mode = kvstore" in ours
@@ -134,31 +123,27 @@ def test_workers_with_different_orders_do_not_wait_for_ever(
     assert len(said["different_orders"]) == 2
 
 
-def test_a_lost_server_is_an_error_within_the_timeout() -> None:
-    with Cluster("server_lost") as cluster:
+@pytest.mark.parametrize(
+    ("when", "limit_s", "said"),
+    [
+        ("training", 30.0, "the servers have not answered for 2 s on key 0"),
+        # MXNet makes keys behind a barrier of its own, which has no limit.
+        pytest.param(
+            *("made", 60.0, "waited 2 s in the start of the store"), marks=pytest.mark.nightly
+        ),
+    ],
+)
+def test_a_lost_server_is_an_error_within_the_timeout(when: str, limit_s: float, said: str) -> None:
+    with Cluster(f"server_lost:{when}") as cluster:
         for worker in cluster.workers:
             assert worker.stdout is not None
-            assert worker.stdout.readline() == "training\n"
-        cluster.servers[0].kill()
-        ended = cluster.wait(30.0)
-    for one in ended:
-        assert one.code is not None, "it did not end by itself"
-        assert "raised the servers have not answered for 2 s on key 0" in one.output
-
-
-@pytest.mark.nightly
-def test_a_server_lost_before_the_first_use_is_an_error_within_the_timeout() -> None:
-    """MXNet makes keys behind a barrier of its own, which has no limit."""
-    with Cluster("server_lost_early") as cluster:
-        for worker in cluster.workers:
-            assert worker.stdout is not None
-            assert worker.stdout.readline() == "made\n"
+            assert worker.stdout.readline() == f"{when}\n"
         cluster.servers[0].kill()
         for worker in cluster.workers:
             assert worker.stdin is not None
             worker.stdin.write("\n")
             worker.stdin.flush()
-        ended = cluster.wait(60.0)
+        ended = cluster.wait(limit_s)
     for one in ended:
         assert one.code is not None, "it did not end by itself"
-        assert "raised waited 2 s in the start of the store" in one.output
+        assert f"raised {said}" in one.output

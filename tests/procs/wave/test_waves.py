@@ -2,87 +2,64 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+import wave_cases as ticktock
+import wave_model_cases as model_waves
+from raised import check_survivors
 from ranks import Ranks, run_fresh
-from wave_cases import (
-    ddp_equal,
-    left_to_accumulation,
-    peer_dies,
-    refused_where_nothing_sends,
-    seldom_used_under_wrap,
-    switched_off,
-)
-from wave_model_cases import (
-    dies_while_it_receives,
-    model_waves_equal,
-    rank_dies,
-    refusals,
-    state_dict_fails,
-    updates_equal,
-    used_after_they_were_closed,
-    user_error,
-)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-# -- on several ranks ----------------------------------------------------------------------
+#: two ranks find no difference in these to accumulation, or to one process with all batches
+EQUAL: list[tuple[Any, ...]] = [
+    *((ticktock.ddp_equal, waves, wrapped) for waves in (2, 3) for wrapped in (False, True)),
+    *((ticktock.ddp_equal, 2, wrapped, True) for wrapped in (False, True)),
+    (ticktock.seldom_used_under_wrap,),
+    *((model_waves.updates_equal, kind) for kind in ("", "clipped", "scaled")),
+]
 
 
-@pytest.mark.parametrize("wrapped", [False, True], ids=["ddp", "bytesched"])
-@pytest.mark.parametrize("waves", [2, 3])
+@pytest.mark.parametrize(
+    "case", EQUAL, ids=lambda case: "-".join([case[0].__name__, *map(str, case[1:])])
+)
 @pytest.mark.one_in(2)
-def test_ranks_equal_accumulation(two_ranks: Ranks, waves: int, wrapped: bool) -> None:
-    assert two_ranks.run(ddp_equal, waves, wrapped) == [[], []]
-
-
-@pytest.mark.parametrize("wrapped", [False, True], ids=["ddp", "bytesched"])
-def test_ranks_clip_what_all_waves_and_ranks_came_to(two_ranks: Ranks, wrapped: bool) -> None:
-    assert two_ranks.run(ddp_equal, 2, wrapped, True) == [[], []]
+def test_ranks_equal_accumulation(two_ranks: Ranks, case: tuple[Any, ...]) -> None:
+    assert two_ranks.run(*case) == [[], []]
 
 
 def test_ranks_that_are_switched_off_accumulate(two_ranks: Ranks) -> None:
-    for wrong, said in two_ranks.run(switched_off):
-        assert wrong == []
+    assert two_ranks.run(ticktock.switched_off) == [(False, []), (False, [])]
+    for said in two_ranks.run(ticktock.refused_where_it_is_off):
         assert "nothing synchronises the gradients of the 2 ranks, and enabled is off" in said
 
 
 def test_ddp_that_looks_for_unused_parameters_accumulates(two_ranks: Ranks) -> None:
-    assert two_ranks.run(left_to_accumulation) == [(False, []), (False, [])]
-
-
-def test_parameters_of_an_early_wave_alone_are_averaged(two_ranks: Ranks) -> None:
-    assert two_ranks.run(seldom_used_under_wrap) == [[], []]
+    assert two_ranks.run(ticktock.left_to_accumulation) == [(False, []), (False, [])]
 
 
 def test_ranks_that_would_train_apart_are_refused(two_ranks: Ranks) -> None:
-    for message in two_ranks.run(refused_where_nothing_sends):
+    for message in two_ranks.run(ticktock.refused_where_nothing_sends):
         assert "nothing synchronises the gradients of the 2 ranks" in message
 
 
 def test_a_rank_that_dies_in_a_wave_is_a_named_error() -> None:
-    survivor, dead = run_fresh(peer_dies, timeout_s=40)
-    assert dead.code == -9
-    assert survivor.stdout.strip() == "PeerLost", survivor.stderr
-    assert survivor.code == 0
+    check_survivors(run_fresh(ticktock.peer_dies, timeout_s=40))
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_equals_one_process_with_all_batches(ranks: int, request: pytest.FixtureRequest) -> None:
     pool: Ranks = request.getfixturevalue({2: "two_ranks", 4: "four_ranks"}[ranks])
-    for wrong, figures in pool.run(model_waves_equal):
+    for wrong, figures in pool.run(model_waves.model_waves_equal):
         assert wrong == []
         assert figures["home_bytes"] < figures["peak_bytes"] <= figures["bound_bytes"]
         assert figures["sent_bytes_per_step"] > 0
 
 
-@pytest.mark.parametrize("kind", ["", "clipped", "scaled"])
-def test_what_looks_at_all_gradients_equals_one_process(kind: str, two_ranks: Ranks) -> None:
-    assert two_ranks.run(updates_equal, kind) == [[], []]
-
-
 def test_refuses_what_cannot_be_cut_and_ranks_that_disagree(two_ranks: Ranks) -> None:
-    for told in two_ranks.run(refusals):
+    for told in two_ranks.run(model_waves.refusals):
         assert not [line for line in told if "and left" in line]
         few, shared, elsewhere, stranger, different, settings = told
         assert few.startswith("PluginError: the model is cut into 2 stages")
@@ -96,35 +73,29 @@ def test_refuses_what_cannot_be_cut_and_ranks_that_disagree(two_ranks: Ranks) ->
 
 
 def test_a_rank_that_dies_is_a_named_error_on_all_others() -> None:
-    *survivors, dead = run_fresh(rank_dies, world_size=3, timeout_s=50)
-    assert dead.code == -9
-    for survivor in survivors:
-        assert survivor.stdout.strip() == "PeerLost", survivor.stderr
-        assert survivor.code == 0
+    check_survivors(run_fresh(model_waves.rank_dies, world_size=3, timeout_s=50))
 
 
 @pytest.mark.nightly
 def test_a_rank_that_dies_in_the_middle_of_the_last_message_is_missed() -> None:
-    _, survivor = run_fresh(dies_while_it_receives, timeout_s=45.0)
-    assert survivor.stdout.strip() == "PeerLost", survivor.stderr
-    assert survivor.code == 0
+    check_survivors(run_fresh(model_waves.dies_while_it_receives, timeout_s=45.0), victim=0)
 
 
 def test_an_exception_of_one_rank_is_told_to_the_others(two_ranks: Ranks) -> None:
-    other, own = two_ranks.run(user_error)
+    other, own = two_ranks.run(model_waves.user_error)
     assert own == "ValueError: no such target"
     assert "rank 1 said: ValueError: no such target" in other
 
 
 def test_a_state_dict_that_fails_on_one_rank_fails_on_all_at_once(two_ranks: Ranks) -> None:
-    other, own = two_ranks.run(state_dict_fails)
+    other, own = two_ranks.run(model_waves.state_dict_fails)
     assert own == "OSError: no room"
     assert other.startswith("PeerLost")
     assert "rank 1 said: OSError: no room" in other
 
 
 def test_closed_waves_and_settings_that_do_nothing_say_so(two_ranks: Ranks) -> None:
-    for rank, told in enumerate(two_ranks.run(used_after_they_were_closed)):
+    for rank, told in enumerate(two_ranks.run(model_waves.used_after_they_were_closed)):
         *warnings, step, predict, state_dict = told
         for said, name in ((step, "step"), (predict, "predict"), (state_dict, "state_dict")):
             assert said == f"rank {rank}: {name}() of closed ModelWaves; make new ones"
