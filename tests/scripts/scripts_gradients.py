@@ -188,8 +188,12 @@ def user_hooks_after_accumulation(job: Job, model: Any, optimizer: Any, made: st
 @script(sgd, when="before_step")
 def user_hooks_registered_late(job: Job, model: Any, optimizer: Any, step: int) -> None:
     """Hooks that come when rounds have settled, of each parameter at another time."""
+
+    def triple(p: Any) -> None:
+        p.grad.mul_(3.0)
+
     for p in list(model.parameters())[step : step + 1]:
-        p.register_post_accumulate_grad_hook(lambda p: p.grad.mul_(3.0))
+        p.register_post_accumulate_grad_hook(triple)
 
 
 class Nested(nn.Module):

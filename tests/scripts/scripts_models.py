@@ -457,5 +457,6 @@ def compiled(job: Job, what: str, backend: str) -> None:
     elif what == "in_place after":
         module.compile(backend=backend)
     train(job, called, optimizer)
-    job.record("is compiled", counters["stats"]["unique_graphs"] > 0)
+    if what in ("whole before", "whole after"):
+        job.record("is compiled", counters["stats"]["unique_graphs"] > 0)
     job.record_state(model, optimizer)

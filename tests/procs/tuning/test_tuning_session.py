@@ -198,9 +198,9 @@ def failed(silent: bool) -> int:
     try:
         job = Job(wrapped=True)
         model = job.ddp(nn.Linear(8, 4))
-        optimizer = job.wrap(sgd(model), model, tune=True)
+        optimizer = bytesched.wrap(sgd(model), model, tune=True)
         train(job, model, optimizer)
-        job.close()
+        bytesched.unwrap(optimizer)
     finally:
         replace_tuner(find_tuner)
     return len(job.records)
