@@ -128,6 +128,11 @@ def each_deleted(model: Any) -> None:
         del p.grad
 
 
+def each_set_to_none(model: Any) -> None:
+    for p in model.parameters():
+        p.grad = None
+
+
 def each_detached(model: Any) -> None:
     for grad in gradients(model):
         if grad is not None:
@@ -140,7 +145,7 @@ ZEROINGS: dict[str, Callable[[Any, Any], object]] = {
     "to_none": lambda model, optimizer: optimizer.zero_grad(set_to_none=True),
     "to_zero": lambda model, optimizer: optimizer.zero_grad(set_to_none=False),
     "model": lambda model, optimizer: model.zero_grad(),
-    "by_hand_to_none": lambda model, _: [setattr(p, "grad", None) for p in model.parameters()],
+    "by_hand_to_none": lambda model, _: each_set_to_none(model),
     "by_hand_to_zero": lambda model, _: [g.zero_() for g in gradients(model) if g is not None],
     "detached": lambda model, _: each_detached(model),
     "deleted": lambda model, _: each_deleted(model),

@@ -110,7 +110,7 @@ def averages_by_hand(job: Job) -> None:
     @torch.no_grad()
     def update(step: int) -> None:
         if step % 2:
-            torch._foreach_lerp_(*map(list, zip(*pairs, strict=True)), 0.1)
+            torch._foreach_lerp_([mean for mean, _ in pairs], [p for _, p in pairs], 0.1)
         else:
             for mean, p in pairs:
                 mean.data.mul_(0.9).add_(p.data, alpha=0.1)

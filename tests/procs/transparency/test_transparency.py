@@ -140,7 +140,10 @@ def test_every_policy(two_ranks: Ranks, policy: str, module_alone: bool) -> None
 @pytest.mark.one_in(2)
 def test_every_cut(two_ranks: Ranks, partition_bytes: int) -> None:
     """Element by element nearly, at odd places, as a whole, and as measured."""
-    sizes = {"partition_bytes": partition_bytes, "credit_bytes": 2 * partition_bytes}
+    sizes: dict[str, Any] = {
+        "partition_bytes": partition_bytes,
+        "credit_bytes": 2 * partition_bytes,
+    }
     check(two_ranks, plain_script, "sgd", **sizes)
 
 
