@@ -6,53 +6,33 @@ attached by hand: every chunk is scheduled and sent, to nobody.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
 from typing import Any
 
+import comparing
 import gpu_scripts as scripts
 import pytest
 import scripts_gradients as gradients
 import scripts_models as models
 import scripts_optimizers as optimizers
 import scripts_reading as reading
+import scripts_rounds as rounds
 import scripts_split as split
+from comparing import Script, cases, of
 from cuda_tests import ON_CUDA, needs_nccl
 from gpu_comparing import (
-    Compared,
-    compare_on_cuda,
-    compare_on_two_hosts,
-    compare_restless,
+    CudaJob,
+    HostsCudaJob,
+    RestlessCudaJob,
     why_not_compiled,
     why_not_here,
 )
 from levels_scripts import exact
-from ranks import Ranks, address_of
+from ranks import Ranks
 
 pytestmark = ON_CUDA
 
-Figures = dict[str, int | float | str]
-
-
-def check(
-    ranks: Ranks,
-    script: Callable[..., None],
-    *args: Any,
-    compare: Callable[..., Compared] = compare_on_cuda,
-    mode: str | None = "cross",
-    **options: Any,
-) -> list[Figures]:
-    """Each rank's figures of the wrapped run, after it was found equal to the plain one."""
-    outcomes = ranks.run(compare, address_of(script), args, options, timeout_s=100.0)
-    for rank, (found, _) in enumerate(outcomes):
-        assert not found, f"rank {rank}:\n" + "\n".join(found[:20])
-    figures = [stats for _, stats in outcomes]
-    if mode is not None:
-        assert [stats["mode"] for stats in figures] == [mode] * ranks.world_size
-    return figures
-
-
-def named(*cases: Callable[..., None]) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("script", cases, ids=lambda script: script.__name__)
+check = functools.partial(comparing.check, kind=CudaJob)
 
 
 @pytest.mark.parametrize("name", optimizers.SPLITTABLE)
@@ -62,60 +42,38 @@ def test_optimizer(two_ranks: Ranks, name: str) -> None:
     check(two_ranks, optimizers.one_optimizer, name)
 
 
-@named(
-    optimizers.lr_by_hand,
-    optimizers.parameter_groups,
-    optimizers.two_optimizers,
-    optimizers.closure,
-    gradients.no_sync,
-    gradients.accumulation_of_averages,
-    gradients.clip_norm,
-    gradients.clip_by_total_norm,
-    gradients.clip_value,
-    gradients.gradients_scaled_in_place,
-    gradients.gradients_replaced,
-    gradients.gradients_read,
-    gradients.gradients_kept,
-    gradients.gradients_written_through_data,
-    gradients.gradients_seen_through_views,
-    gradients.gradient_data_assigned,
-    split.changed_out_of_sight,
-    split.aliases_kept,
-    models.static_graph,
-    models.reused_layer,
-    reading.weights_read,
-    reading.averaged_model,
-    reading.average_by_hand,
-    reading.average_in_one_call,
-    reading.state_read_after_step,
-    reading.state_dicts,
-    reading.evaluated,
-    reading.unwrapped_in_the_middle,
-    scripts.clip_as_torch_chooses,
-    scripts.lr_on_the_device,
-    scripts.average_on_a_side_stream,
+@cases(
+    *of(optimizers, "lr_by_hand parameter_groups two_optimizers closure"),
+    *of(
+        gradients,
+        """
+        no_sync accumulation_of_averages clip_norm clip_some gradients_written gradients_replaced
+        gradients_read gradients_kept gradients_seen_through_views gradient_data_assigned
+        """,
+    ),
+    *of(split, "changed_out_of_sight aliases_kept"),
+    (models.one_model, "checkpoint_reentrant", {"static_graph": True}),
+    (models.reused_layer,),
+    *of(reading, "weights_read averaged_model averages_by_hand state_read_after_step"),
+    *of(reading, "state_dicts evaluated"),
+    (rounds.unwrapped_and_wrapped,),
+    *of(scripts, "clip_as_torch_chooses lr_on_the_device average_on_a_side_stream"),
+    # Whether memory is handed out while it is read.
+    (scripts.littered_memory,),
 )
-def test_bits_are_those_of_plain_ddp(two_ranks: Ranks, script: Callable[..., None]) -> None:
-    check(two_ranks, script)
+def test_bits_are_those_of_plain_ddp(two_ranks: Ranks, script: Script, args: list[Any]) -> None:
+    check(two_ranks, script, *args)
 
 
-@named(
-    split.norm_logged_by_rank_0,
-    split.clipped_by_hand,
-    split.two_optimizers,
-    split.accumulated,
-    split.clipped_in_a_closure,
-    split.giant_and_unused,
-    gradients.clip_norm,
+@cases(
+    (split.norm_logged, "rank 0"),
+    *of(split, "clipped_by_hand two_optimizers accumulated clipped_in_a_closure giant_and_unused"),
+    (gradients.clip_norm,),
+    (optimizers.grad_scaler, "adamw_foreach", "cuda"),
 )
-def test_sharded(two_ranks: Ranks, script: Callable[..., None]) -> None:
+def test_sharded(two_ranks: Ranks, script: Script, args: list[Any]) -> None:
     """Summed and spread by collectives, between ranks that share the device."""
-    for figures in check(two_ranks, script, shard=True):
-        assert figures["order"] == "owners"
-
-
-def test_sharded_under_grad_scaler(two_ranks: Ranks) -> None:
-    for figures in check(two_ranks, scripts.half_precision, False, shard=True):
+    for figures in check(two_ranks, script, *args, shard=True):
         assert figures["order"] == "owners"
 
 
@@ -129,13 +87,9 @@ def test_compression_equals_the_hook_of_ddp(two_ranks: Ranks, dtype: str) -> Non
     check(two_ranks, gradients.compressed, dtype)
 
 
-@pytest.mark.parametrize("fused", [False, True], ids=["foreach", "fused"])
-def test_half_precision_under_grad_scaler(two_ranks: Ranks, fused: bool) -> None:
-    check(two_ranks, scripts.half_precision, fused)
-
-
-def test_memory_is_not_handed_out_while_it_is_read(two_ranks: Ranks) -> None:
-    check(two_ranks, scripts.littered_memory)
+@pytest.mark.parametrize("name", ["adamw_foreach", "adamw_fused"])
+def test_half_precision_under_grad_scaler(two_ranks: Ranks, name: str) -> None:
+    check(two_ranks, optimizers.grad_scaler, name, "cuda")
 
 
 @pytest.mark.parametrize("module_alone", [False, True], ids=["ddp", "module"])
@@ -149,15 +103,15 @@ def test_barrier_is_crossed(two_ranks: Ranks) -> None:
         assert float(figures["barrier_crossed_pct"]) > 0
 
 
-@named(optimizers.parameter_groups, gradients.clip_norm, gradients.no_sync, reading.state_dicts)
-def test_sizes_that_change_all_the_time(two_ranks: Ranks, script: Callable[..., None]) -> None:
-    leader, _ = check(two_ranks, script, compare=compare_restless, mode=None)
+@cases((optimizers.parameter_groups,), *of(gradients, "clip_norm no_sync"), (reading.state_dicts,))
+def test_sizes_that_change_all_the_time(two_ranks: Ranks, script: Script, args: list[Any]) -> None:
+    leader, _ = check(two_ranks, script, kind=RestlessCudaJob, mode="")
     assert int(leader["settings"]) >= 3
 
 
 def test_hosts_do_not_sum_first(four_ranks: Ranks) -> None:
-    figures = check(four_ranks, exact, compare=compare_on_two_hosts, hierarchy="on")
-    assert [each["levels"] for each in figures] == [1] * 4
+    figures = check(four_ranks, exact, kind=HostsCudaJob, hosts=[2, 2], hierarchy="on")
+    assert [stats["levels"] for stats in figures] == [1] * 4
 
 
 @pytest.mark.parametrize("what", ["inner", "whole"])

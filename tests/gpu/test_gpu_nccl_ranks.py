@@ -6,18 +6,16 @@ from typing import Any
 
 import gpu_nccl_ranks as scripts
 import pytest
+from comparing import check
 from cuda_tests import ON_CUDA, needs_nccl
-from ranks import Ranks, address_of
+from ranks import Ranks
 
 pytestmark = [*ON_CUDA, needs_nccl]
-
-#: each case makes NCCL's communicators anew, and without MPS the ranks take turns
-PATIENCE_S = 150.0
 
 
 @pytest.mark.parametrize("elements", [1, 1000, 2**20])
 def test_collectives_are_right(two_nccl_ranks: Ranks, elements: int) -> None:
-    assert two_nccl_ranks.run(scripts.collectives, elements, timeout_s=PATIENCE_S) == [[], []]
+    assert two_nccl_ranks.run(scripts.collectives, elements) == [[], []]
 
 
 @pytest.mark.parametrize(
@@ -32,13 +30,6 @@ def test_collectives_are_right(two_nccl_ranks: Ranks, elements: int) -> None:
 def test_bits_are_those_of_plain_ddp(
     two_nccl_ranks: Ranks, model: str, options: dict[str, Any]
 ) -> None:
-    outcomes = two_nccl_ranks.run(
-        scripts.compare_over_nccl,
-        address_of(scripts.trained),
-        (model,),
-        options,
-        timeout_s=PATIENCE_S,
-    )
-    for rank, (found, _) in enumerate(outcomes):
-        assert not found, f"rank {rank}:\n" + "\n".join(found[:20])
-    assert [figures["world_size"] for _, figures in outcomes] == [2, 2]
+    job = scripts.DeterministicJob
+    figures = check(two_nccl_ranks, scripts.trained, model, kind=job, mode="", **options)
+    assert [stats["world_size"] for stats in figures] == [2, 2]

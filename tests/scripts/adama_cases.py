@@ -105,6 +105,19 @@ def train(
         optimizer.zero_grad(set_to_none="zeros" not in how)
 
 
+def wrap(optimizer: torch.optim.Optimizer, model: nn.Module, **settings: Any) -> None:
+    own = {"accumulate": "adama", "micro_batches": 2}
+    bytesched.wrap(optimizer, model, **SETTINGS | own | settings)
+
+
+def begun(dtype: torch.dtype = torch.float32, **options: Any) -> tuple[nn.Module, Any]:
+    """A model, and its optimizer, which is wrapped."""
+    model = model_of(dtype)
+    optimizer = torch.optim.AdamW(model.parameters(), **{"lr": 1e-3} | options)
+    wrap(optimizer, model)
+    return model, optimizer
+
+
 def equals_alone(
     kind: str,
     options: dict[str, Any],
@@ -121,9 +134,7 @@ def equals_alone(
     model = model_of().to(device)
     call = DistributedDataParallel(model) if "ddp" in how else model
     optimizer = OPTIMIZERS[kind](groups_of(model, options))
-    bytesched.wrap(
-        optimizer, call, accumulate="adama", micro_batches=micro_batches, **{**SETTINGS, **settings}
-    )
+    wrap(optimizer, call, micro_batches=micro_batches, **settings)
     train(call, optimizer, range(STEPS), micro_batches, how)
     assert all(p.grad is None or not p.grad.any() for p in model.parameters())
     bytesched.unwrap(optimizer)
@@ -135,21 +146,15 @@ def equals_alone(
 
 def goes_on_from_a_checkpoint() -> tuple[bool, bool, list[str]]:
     """Whether parameters and moments have the bits of training that was never interrupted."""
-
-    def begun() -> tuple[nn.Module, torch.optim.Optimizer]:
-        model = model_of()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, amsgrad=True)
-        bytesched.wrap(optimizer, model, accumulate="adama", micro_batches=2, **SETTINGS)
-        return model, optimizer
-
-    whole, uninterrupted = begun()
+    options = {"lr": 1e-2, "amsgrad": True}
+    whole, uninterrupted = begun(torch.float64, **options)
     train(whole, uninterrupted, range(4), 2, "")
-    model, optimizer = begun()
+    model, optimizer = begun(torch.float64, **options)
     train(model, optimizer, range(2), 2, "")
     saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
     train(model, optimizer, range(2, 3), 2, "")
     bytesched.unwrap(optimizer)
-    other, loaded = begun()
+    other, loaded = begun(torch.float64, **options)
     # Into one that has trained as well: its moments lie in memory of ours.
     train(other, loaded, range(7, 9), 2, "")
     other.load_state_dict(saved[0])
@@ -157,12 +162,10 @@ def goes_on_from_a_checkpoint() -> tuple[bool, bool, list[str]]:
     train(other, loaded, range(2, 4), 2, "")
     one, two = uninterrupted.state_dict()["state"], loaded.state_dict()["state"]
     same_state = all(torch.equal(one[n][k], two[n][k]) for n in one for k in one[n])
-    pairs = zip(whole.parameters(), other.parameters(), strict=True)
-    same = all(torch.equal(p, q) for p, q in pairs)
-    keys = list(one[0])
+    same = all(map(torch.equal, whole.parameters(), other.parameters()))
     for each in (uninterrupted, loaded):
         bytesched.unwrap(each)
-    return same, same_state, keys
+    return same, same_state, list(one[0])
 
 
 def most_elements() -> None:
@@ -174,7 +177,7 @@ def most_elements() -> None:
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     gc.collect()
     before = _alive()
-    bytesched.wrap(optimizer, model, accumulate="adama", micro_batches=3, **SETTINGS)
+    wrap(optimizer, model, micro_batches=3)
     found = []
     for parameter in model.parameters():
         # Before ours: a gradient is here, and its layer's inputs and outputs are of two rows.
@@ -205,9 +208,7 @@ def _alive() -> int:
 
 def is_let_go_of() -> bool:
     """Whether a model and its optimizer end when the script lets go of them."""
-    model = model_of(torch.float32)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    bytesched.wrap(optimizer, model, accumulate="adama", micro_batches=2, **SETTINGS)
+    model, optimizer = begun()
     train(model, optimizer, range(2), 2, "")
     weak_model, weak_optimizer = weakref.ref(model), weakref.ref(optimizer)
     del model, optimizer
@@ -215,27 +216,26 @@ def is_let_go_of() -> bool:
     return settles(lambda: weak_model() is None and weak_optimizer() is None)
 
 
+#: of uses that it is not there for
+REFUSED_SETTINGS: dict[str, dict[str, Any]] = {
+    "shard": {"shard": True},
+    "split": {"split": "on"},
+    "compression": {"compression": "bf16"},
+    "unused": {"find_unused_parameters": True},
+    "micro_batches": {"micro_batches": 0},
+    "accumulate": {"accumulate": "adamb"},
+    "micro_batches alone": {"accumulate": None},
+}
+
+
 def refused(case: str) -> str:
     """What a use that it is not there for is told."""
     model = model_of(torch.float32)
-    parameters = list(model.parameters())
-    if case == "SGD":
-        optimizer: torch.optim.Optimizer = torch.optim.SGD(parameters, lr=0.1)
-    else:
-        optimizer = torch.optim.AdamW(parameters if case != "left out" else parameters[1:], lr=0.1)
-    settings: dict[str, dict[str, Any]] = {
-        "shard": {"shard": True},
-        "split": {"split": "on"},
-        "compression": {"compression": "bf16"},
-        "unused": {"find_unused_parameters": True},
-        "micro_batches": {"micro_batches": 0},
-        "accumulate": {"accumulate": "adamb"},
-        "micro_batches alone": {"accumulate": None},
-    }
-    own = {"accumulate": "adama", "micro_batches": 2, **settings.get(case, {})}
+    parameters = list(model.parameters())[case == "left out" :]
+    optimizer = (torch.optim.SGD if case == "SGD" else torch.optim.AdamW)(parameters, lr=0.1)
 
     def use() -> None:
-        bytesched.wrap(optimizer, model, **{**SETTINGS, **own})
+        wrap(optimizer, model, **REFUSED_SETTINGS.get(case, {}))
         try:
             _USES[case](model, optimizer)
         finally:
@@ -313,17 +313,16 @@ _USES: dict[str, Callable[[nn.Module, torch.optim.Optimizer], object]] = {
 
 def dies_in_a_mini_batch() -> None:
     """The last rank dies in its second micro-batch."""
-    model = model_of(torch.float32)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    bytesched.wrap(optimizer, model, accumulate="adama", micro_batches=2, **SETTINGS)
+    model, optimizer = begun()
     train(model, optimizer, range(2), 2, "")
     _passes(model, 1)
     if dist.get_rank() == dist.get_world_size() - 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    try:
+
+    def go_on() -> None:
         _passes(model, 1)
         optimizer.step()
         bytesched.flush(optimizer)
-    except TransportError as error:
-        print(f"{type(error).__name__}: {error}", flush=True)
+
+    print(raised(go_on, TransportError), flush=True)
     os._exit(0)

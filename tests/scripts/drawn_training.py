@@ -14,8 +14,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import drawn_acts as acts
 import numpy as np
-import scripts_hostile as hostile
 import torch
 from drawn_gan import gan_round
 from drawn_optimizers import SETTINGS, Own, made, stepped
@@ -114,7 +114,7 @@ class Drawn:
         for step in range(self.plan.rounds):
             # A rank that leaves out the rest of a round draws what the others do all the same.
             self.draw = random.Random(f"{self.plan.seed} {step}")
-            with contextlib.suppress(Skipped, hostile.Interrupted):
+            with contextlib.suppress(Skipped, acts.Interrupted):
                 one_round(step)
             self.draw = random.Random(f"{self.plan.seed} after {step}")
             for optimizer in self.optimizers:
@@ -134,8 +134,8 @@ class Drawn:
 
     def _between_rounds(self) -> None:
         if self.draw.random() < 0.3:
-            acts = [act for act in hostile.AFTERWARDS if self._can(act)]
-            self.draw.choice(acts)(self.job, self.models[0], self.optimizers[0], self.draw)
+            able = [act for act in acts.AFTERWARDS if self._can(act)]
+            self.draw.choice(able)(self.job, self.models[0], self.optimizers[0], self.draw)
         if self.alone.random() < 0.2:
             float(self.alone.choice(list(self.models[-1].parameters())).sum())
         if self.plan.loop == "one" and self.draw.random() < 0.05:
@@ -228,12 +228,12 @@ class Drawn:
         elif clips == "value":
             clip_grad_value_(parameters, 0.05)
         if not self.plan.calm:
-            for acts in (hostile.READING, hostile.CHANGING, hostile.TOGETHER):
+            for some in (acts.READING, acts.CHANGING, acts.TOGETHER):
                 if self.draw.random() < 0.2:
-                    able = [act for act in acts if self._can(act)]
+                    able = [act for act in some if self._can(act)]
                     self.draw.choice(able)(self.job, self.models[0], self.optimizers[0], self.draw)
         if self.alone.random() < 0.1 and not self.plan.is_sharded:
-            hostile._read_one(self.job, self.models[0], None, self.alone)
+            acts.read_one(self.job, self.models[0], None, self.alone)
         self.at("before_step", step, self.models[0])
 
     def clip(self, parameters: list[nn.Parameter], most: float) -> None:
@@ -245,15 +245,15 @@ class Drawn:
         """False for what this training refuses by name, or plain training cannot do."""
         left_out: tuple[Any, ...] = ()
         if self.plan.is_sharded:
-            left_out += hostile.DIVERGING
+            left_out += acts.DIVERGING
         if self.plan.makes_norms_of_parts:
-            left_out += (hostile._clipped, hostile._clipped_in_parts)
+            left_out += (acts.clipped, acts.clipped_in_parts)
         if set(self.plan.optimizers) & {"CallsBack", "LBFGS"}:
-            left_out += (hostile._saved, hostile._loaded)
+            left_out += (acts.saved, acts.loaded)
         if self.scaler is not None or "LBFGS" in self.plan.optimizers:
-            left_out += (hostile._stepped_again, hostile._set_to_none, hostile._deleted)
+            left_out += (acts.stepped_again, acts.set_to_none, acts.deleted)
         if self.finds_unused:
-            left_out += (hostile._evaluated,)
+            left_out += (acts.evaluated,)
         return act not in left_out
 
     def _scaled(self, loss: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Scripts of the other tests, plain and wrapped, with everything on a CUDA device."""
+"""Jobs that train with everything on a CUDA device."""
 
 from __future__ import annotations
 
@@ -8,18 +8,15 @@ import shutil
 from typing import Any
 
 import torch
-from levels_scripts import on_named_hosts
+from levels_scripts import HostsJob
 from restless import RestlessJob
 from scripts_optimizers import SPLITTABLE
 from torch import Tensor, nn
 from torch.utils._triton import has_triton
-from training import Job, compare
+from training import Job
 
 #: which several ranks may share
 DEVICE = torch.device("cuda", 0)
-
-#: where the runs differ, and the wrapped run's figures
-Compared = tuple[list[str], dict[str, int | float | str]]
 
 
 class CudaJob(Job):
@@ -30,6 +27,9 @@ class CudaJob(Job):
         super().record_state(model, *optimizers)
 
     def ddp(self, module: nn.Module, **arguments: Any) -> Any:
+        # Otherwise products on several streams may round differently from run to run.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.backends.cudnn.benchmark = False
         return super().ddp(module.to(DEVICE), **arguments)
 
     def inputs(self, step: int, *shape: int) -> Tensor:
@@ -37,35 +37,11 @@ class CudaJob(Job):
 
 
 class RestlessCudaJob(CudaJob, RestlessJob):
-    """One whose wrapped run is tuned all the time."""
+    """One whose wrapped run has other sizes, policies and orders after every step or two."""
 
 
-def compare_on_cuda(
-    script: tuple[str, str],
-    args: tuple[Any, ...] = (),
-    options: dict[str, Any] | None = None,
-    kind: type[CudaJob] = CudaJob,
-) -> Compared:
-    """`training.compare` with everything on the device."""
-    # Otherwise products on several streams may round differently from run to run.
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.backends.cudnn.benchmark = False
-    return compare(script, args, options, kind=kind)
-
-
-def compare_restless(
-    script: tuple[str, str], args: tuple[Any, ...] = (), options: dict[str, Any] | None = None
-) -> Compared:
-    """`compare_on_cuda` with other sizes, policies and orders after every step or two."""
-    return compare_on_cuda(script, args, options, RestlessCudaJob)
-
-
-def compare_on_two_hosts(
-    script: tuple[str, str], args: tuple[Any, ...] = (), options: dict[str, Any] | None = None
-) -> Compared:
-    """`compare_on_cuda` of four ranks that believe to share two hosts."""
-    with on_named_hosts([2, 2]):
-        return compare_on_cuda(script, args, options)
+class HostsCudaJob(HostsJob, CudaJob):
+    """One of ranks that believe to share hosts."""
 
 
 def why_not_here(name: str) -> str:

@@ -9,10 +9,10 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from gpu_comparing import DEVICE, Compared, compare_on_cuda
+from gpu_comparing import DEVICE, CudaJob
 from rank_worker import resolve
 from ranks import Ranks, address_of
-from training import STEPS, Job, adamw
+from training import STEPS, Job, adamw, train
 
 from bytesched.bench.gpu_ranks import nccl_variables
 from bytesched.plugins.bench.workloads.gpu import gpu_workload
@@ -82,27 +82,31 @@ def collectives(elements: int) -> list[str]:
     return wrong
 
 
+class DeterministicJob(CudaJob):
+    """One whose kernels give the same bits each time, where there are such."""
+
+    def __init__(self, *, wrapped: bool, **fields: Any) -> None:
+        super().__init__(wrapped=wrapped, **fields)
+        torch.use_deterministic_algorithms(True, warn_only=True)
+
+    def close(self) -> None:
+        try:
+            super().close()
+        finally:
+            torch.use_deterministic_algorithms(False)
+
+
 def trained(job: Job, model: str) -> None:
     """A small model of the bench's."""
     workload = gpu_workload(model, 0, DEVICE, job.rank, is_small=True)
     module = job.ddp(workload.make())
-    optimizer = adamw(module)
-    job.wrap(optimizer, module)
-    for step in range(2 * STEPS):
-        optimizer.zero_grad()
-        loss = module(*workload.batches[step % len(workload.batches)])
-        loss.backward()
-        optimizer.step()
-        job.record(f"loss {step}", loss)
+    optimizer = job.wrap(adamw(module), module)
+    batches = workload.batches
+    train(
+        job,
+        module,
+        optimizer,
+        steps=2 * STEPS,
+        loss=lambda step: module(*batches[step % len(batches)]),
+    )
     job.record_state(module, optimizer)
-
-
-def compare_over_nccl(
-    script: tuple[str, str], args: tuple[Any, ...] = (), options: dict[str, Any] | None = None
-) -> Compared:
-    """`compare_on_cuda` with kernels that give the same bits each time, where there are such."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        return compare_on_cuda(script, args, options)
-    finally:
-        torch.use_deterministic_algorithms(False)

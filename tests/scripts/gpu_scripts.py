@@ -17,7 +17,7 @@ from torch.autograd import Function
 from torch.distributed import distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
-from training import STEPS, Job, adamw, differences, mlp, script, sgd, train
+from training import STEPS, Job, adamw, differences, script, sgd, train
 
 from bytesched.config import Config
 from bytesched.errors import PluginError
@@ -38,6 +38,10 @@ def wide(layers: int = 6) -> nn.Sequential:
     return nn.Sequential(*(nn.Linear(WIDE, WIDE) for _ in range(layers)))
 
 
+def batch(job: Job, step: int) -> Tensor:
+    return job.inputs(step, 8, WIDE)
+
+
 # -- scripts for `compare` -------------------------------------------------------------
 
 
@@ -45,27 +49,6 @@ def wide(layers: int = 6) -> nn.Sequential:
 def clip_as_torch_chooses(job: Job, model: Any, optimizer: Any, step: int) -> None:
     """Without `foreach`, torch chooses the kernel by the type of the gradients."""
     job.record("norm", clip_grad_norm_(model.parameters(), 0.05))
-
-
-def half_precision(job: Job, fused: bool) -> None:
-    """fp16 autocast under `GradScaler`, with an overflow on one rank that all must notice."""
-    model = job.ddp(mlp())
-    optimizer = job.wrap(adamw(model, fused=fused), model)
-    scaler = torch.amp.GradScaler("cuda", init_scale=1024.0, growth_interval=2)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        with torch.autocast("cuda", torch.float16):
-            loss = model(job.inputs(step)).square().mean()
-        if step == 3 and job.rank == 1:
-            loss = loss * float("inf")
-        scaler.scale(loss).backward()
-        if step % 2:
-            scaler.unscale_(optimizer)
-            job.record("norm", clip_grad_norm_(model.parameters(), 0.5))
-        scaler.step(optimizer)
-        scaler.update()
-        job.record("scale", scaler.get_scale())
-    job.record_state(model, optimizer)
 
 
 @script(
@@ -117,14 +100,8 @@ def littered_memory(job: Job, model: Any, optimizer: Any) -> None:
         for _ in range(8):
             torch.full((WIDE, WIDE), float("nan"), device=DEVICE)
 
-    train(
-        job,
-        model,
-        optimizer,
-        before_step=litter,
-        after_step=litter,
-        inputs=lambda k: job.inputs(k, 8, WIDE),
-    )
+    inputs = partial(batch, job)
+    train(job, model, optimizer, before_step=litter, after_step=litter, inputs=inputs)
 
 
 class TwoBranches(nn.Module):
@@ -169,13 +146,13 @@ def average_on_a_side_stream(job: Job, model: Any, optimizer: Any) -> None:
                 mean.lerp_(p.detach(), 0.1)
         main.wait_stream(side)
 
-    train(job, model, optimizer, after_step=average, inputs=lambda k: job.inputs(k, 8, WIDE))
+    train(job, model, optimizer, after_step=average, inputs=partial(batch, job))
     job.record("averages", averages)
 
 
 @script(partial(sgd, lr=1e-3), wide, fields=LARGE)
 def crossing(job: Job, model: Any, optimizer: Any) -> None:
-    train(job, model, optimizer, steps=2 * STEPS, inputs=lambda k: job.inputs(k, 8, WIDE))
+    train(job, model, optimizer, steps=2 * STEPS, inputs=partial(batch, job))
 
 
 # -- cases for one rank ----------------------------------------------------------------

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
+import math
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from raised import raised
 from scripts_gradients import compressing
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from training import Job
+from training import Job, backward
 
 import bytesched
 
@@ -103,6 +104,12 @@ def grid(ways: int) -> Any:
     return groups[rank % ways]
 
 
+def ignoring(model: Model) -> Model:
+    """The same, whose experts are none of DDP's business."""
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, model.expert_names())
+    return model
+
+
 class Training:
     """One run: wrapped, or with what a script does by hand."""
 
@@ -111,6 +118,9 @@ class Training:
         self.model = Model(dist.get_rank() % ways)
         self.group = grid(ways)
         self.ways = ways
+        self.groups: dict[nn.Parameter, Any] = dict.fromkeys(
+            self.model.expert_parameters(), self.group
+        )
         self.fields: dict[str, Any] = {}
         if how == "attribute":
             for experts in self.model.experts:
@@ -118,43 +128,42 @@ class Training:
         elif how == "modules":
             self.fields["groups"] = dict.fromkeys(self.model.experts, self.group)
         else:
-            self.fields["groups"] = dict.fromkeys(self.model.expert_parameters(), self.group)
-        if ways > 1:
-            DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
-                self.model, self.model.expert_names()
-            )
-        # Experts that nobody uses are none of DDP's business.
-        self.ddp = job.ddp(self.model, **arguments)
+            self.fields["groups"] = dict(self.groups)
+        self.ddp = job.ddp(ignoring(self.model) if ways > 1 else self.model, **arguments)
         self.by_hand = not job.wrapped
+        #: what gradients of experts travel in, if not in their own
+        self.wire: torch.dtype | None = None
 
-    def wrap(self, optimizer: torch.optim.Optimizer) -> Any:
-        return self.job.wrap(optimizer, self.ddp, **self.fields)
+    def wrap(self, kind: str, parameters: Iterable[nn.Parameter] = ()) -> Any:
+        """An optimizer of the parameters, or of all."""
+        made = OPTIMIZERS[kind](list(parameters) or list(self.model.parameters()))
+        return self.job.wrap(made, self.ddp, **self.fields)
 
     def reduce(self) -> None:
         """What a plain script does with gradients of experts."""
-        if not self.by_hand or self.ways == 1:
-            return
-        for parameter in self.model.expert_parameters():
+        for parameter, group in self.groups.items() if self.by_hand and self.ways > 1 else ():
             used = torch.tensor([int(parameter.grad is not None)])
-            if self.group is not None:
-                dist.all_reduce(used, group=self.group)
+            if group is not None:
+                dist.all_reduce(used, group=group)
             if used.item():
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
-                parameter.grad.div_(dist.get_world_size())
-                if self.group is not None:
-                    dist.all_reduce(parameter.grad, group=self.group)
+                sent = parameter.grad.to(self.wire or parameter.dtype).div_(dist.get_world_size())
+                if group is not None:
+                    dist.all_reduce(sent, group=group)
+                parameter.grad.copy_(sent)
 
-    def loss(self, step: int) -> Tensor:
+    def passes(self, step: int) -> Tensor:
+        """Forward and backward; the loss."""
         loss: Tensor = self.ddp(self.job.inputs(step)).square().mean()
+        loss.backward()
+        self.reduce()
         return loss
 
     def step(self, step: int, *optimizers: torch.optim.Optimizer) -> None:
         for optimizer in optimizers:
             optimizer.zero_grad()
-        loss = self.loss(step)
-        loss.backward()
-        self.reduce()
+        loss = self.passes(step)
         for optimizer in optimizers:
             optimizer.step()
         self.job.record(f"loss {step}", loss)
@@ -171,7 +180,7 @@ def grouped(kind: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
         @functools.wraps(function)
         def run(job: Job, ways: int) -> None:
             training = Training(job, "attribute", ways)
-            optimizer = training.wrap(OPTIMIZERS[kind](training.model.parameters()))
+            optimizer = training.wrap(kind)
             for step in range(STEPS):
                 function(training, optimizer, step)
             training.end(optimizer)
@@ -181,38 +190,21 @@ def grouped(kind: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
     return made
 
 
-def trained(job: Job, how: str, ways: int, kind: str, **arguments: Any) -> None:
-    """The usual loop; ``arguments`` are DDP's."""
+def trained(
+    job: Job, how: str, ways: int, kind: str, arguments: Mapping[str, Any] = MappingProxyType({})
+) -> None:
+    """The usual loop; the arguments are DDP's."""
     training = Training(job, how, ways, **arguments)
-    optimizer = training.wrap(OPTIMIZERS[kind](training.model.parameters()))
+    optimizer = training.wrap(kind)
     for step in range(STEPS):
         training.step(step, optimizer)
     training.end(optimizer)
 
 
-def static_graph(job: Job, ways: int) -> None:
-    trained(job, "attribute", ways, "momentum", static_graph=True)
-
-
-def bucket_views(job: Job, ways: int) -> None:
-    trained(job, "attribute", ways, "momentum", gradient_as_bucket_view=True)
-
-
-@grouped("adamw")
-def kept_gradients(training: Training, optimizer: Any, step: int) -> None:
-    """Gradients are zeros between rounds, and experts are left out now and then."""
-    optimizer.zero_grad(set_to_none=False)
-    for layer in training.model.expert_layers:
-        layer.used = [True, step % 3 != 2]
-    training.loss(step).backward()
-    training.reduce()
-    optimizer.step()
-
-
 def compiled(job: Job, ways: int) -> None:
     training = Training(job, "attribute", ways)
     training.ddp = torch.compile(training.ddp, backend="eager")
-    optimizer = training.wrap(OPTIMIZERS["adamw"](training.model.parameters()))
+    optimizer = training.wrap("adamw")
     for step in range(STEPS):
         training.step(step, optimizer)
     training.end(optimizer)
@@ -228,7 +220,7 @@ def begun_apart(job: Job, ways: int) -> None:
     if job.wrapped:
         for parameter in training.model.first.parameters():
             parameter.data += dist.get_rank()
-    optimizer = training.wrap(OPTIMIZERS["sgd"](training.model.parameters()))
+    optimizer = training.wrap("sgd")
     job.record_state(training.ddp)
     for step in range(3):
         training.step(step, optimizer)
@@ -238,30 +230,42 @@ def begun_apart(job: Job, ways: int) -> None:
 def compressed(job: Job, ways: int, wire: str) -> None:
     """As DDP's hooks compress, which the script does for experts, too."""
     training = Training(job, "attribute", ways)
-    dtype, bits = {"fp16": (torch.float16, 9), "bf16": (torch.bfloat16, 6)}[wire]
+    training.wire, bits = {"fp16": (torch.float16, 9), "bf16": (torch.bfloat16, 6)}[wire]
 
     def short(gradient: Tensor) -> Tensor:
         """Such that four of them have one sum in the wire's dtype, in whatever order."""
         return ((gradient * 2.0**bits).round() / 2.0**bits).clamp(-0.5, 0.5)
 
-    def reduce() -> None:
-        for parameter in training.model.expert_parameters() if training.by_hand else ():
-            assert parameter.grad is not None
-            sent = parameter.grad.to(dtype).div_(dist.get_world_size())
-            if training.group is not None:
-                dist.all_reduce(sent, group=training.group)
-            parameter.grad.copy_(sent)
-
-    experts = set(training.model.expert_names())
-    for name, parameter in training.model.named_parameters():
-        if name not in experts:
+    for parameter in training.model.parameters():
+        if parameter not in training.groups:
             parameter.register_hook(short)
     compressing(job, training.ddp, wire)
-    training.reduce = reduce  # type: ignore[method-assign]
-    optimizer = training.wrap(OPTIMIZERS["momentum"](training.model.parameters()))
+    optimizer = training.wrap("momentum")
     for step in range(STEPS):
         training.step(step, optimizer)
     training.end(optimizer)
+
+
+def two_partitions(job: Job) -> None:
+    """The experts of two layers are divided in two ways; those of one have no other rank."""
+    training = Training(job, "attribute", 2)
+    second = training.model.experts[1]
+    second.data_parallel_group = None
+    training.groups.update(dict.fromkeys(second.parameters()))
+    optimizer = training.wrap("momentum")
+    for step in range(STEPS):
+        training.step(step, optimizer)
+    training.end(optimizer)
+
+
+@grouped("adamw")
+def kept_gradients(training: Training, optimizer: Any, step: int) -> None:
+    """Gradients are zeros between rounds, and experts are left out now and then."""
+    optimizer.zero_grad(set_to_none=False)
+    for layer in training.model.expert_layers:
+        layer.used = [True, step % 3 != 2]
+    training.passes(step)
+    optimizer.step()
 
 
 @grouped("adamw")
@@ -281,10 +285,10 @@ def unused(training: Training, optimizer: Any, step: int) -> None:
 def accumulated(training: Training, optimizer: Any, step: int) -> None:
     """Two passes under `no_sync`, and one that is reduced."""
     optimizer.zero_grad()
-    for part in range(3):
-        with training.ddp.no_sync() if part < 2 else contextlib.nullcontext():
-            training.loss(3 * step + part).backward()
-    training.reduce()
+    for part in range(2):
+        with training.ddp.no_sync():
+            backward(training.job, training.ddp, 3 * step + part)
+    training.passes(3 * step + 2)
     optimizer.step()
 
 
@@ -292,8 +296,7 @@ def accumulated(training: Training, optimizer: Any, step: int) -> None:
 def clipped(training: Training, optimizer: Any, step: int) -> None:
     """By the norm of what this rank has, as torch does it."""
     optimizer.zero_grad()
-    training.loss(step).backward()
-    training.reduce()
+    training.passes(step)
     norm = torch.nn.utils.clip_grad_norm_(training.model.parameters(), 0.01)
     training.job.record("norm", norm)
     optimizer.step()
@@ -303,12 +306,9 @@ def clipped(training: Training, optimizer: Any, step: int) -> None:
 def in_a_closure(training: Training, optimizer: Any, step: int) -> None:
     """Backward inside `step()`."""
 
-    def closure() -> Any:
+    def closure() -> Tensor:
         optimizer.zero_grad()
-        loss = training.loss(step)
-        loss.backward()
-        training.reduce()
-        return loss
+        return training.passes(step)
 
     training.job.record("loss", optimizer.step(closure))
 
@@ -316,32 +316,28 @@ def in_a_closure(training: Training, optimizer: Any, step: int) -> None:
 def scaled(job: Job, ways: int) -> None:
     """A scaler; one gradient of an expert overflows, on the ranks that have it."""
     training = Training(job, "attribute", ways)
-    optimizer = training.wrap(OPTIMIZERS["momentum"](training.model.parameters()))
+    optimizer = training.wrap("momentum")
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     overflown = training.model.expert_parameters()[0]
     for step in range(STEPS):
         optimizer.zero_grad()
-        handle = None
-        if step == 4 and dist.get_rank() == 1:
-            handle = overflown.register_hook(lambda grad: grad * float("inf"))
-        scaler.scale(training.loss(step)).backward()
+        overflows = step == 4 and dist.get_rank() == 1
+        handle = overflown.register_hook(lambda g, by=math.inf if overflows else 1.0: g * by)
+        scaler.scale(training.ddp(job.inputs(step)).square().mean()).backward()
         training.reduce()
         scaler.step(optimizer)
         scaler.update()
         job.record("scale", scaler.get_scale())
-        if handle is not None:
-            handle.remove()
+        handle.remove()
     training.end(optimizer)
 
 
 def two_optimizers(job: Job, ways: int, how: str) -> None:
     """One for experts, which steps every other time, and one for the rest."""
     training = Training(job, how, ways)
-    experts = training.model.expert_parameters()
-    ids = set(map(id, experts))
-    dense = [p for p in training.model.parameters() if id(p) not in ids]
-    first = training.wrap(OPTIMIZERS["adamw"](dense))
-    second = training.wrap(OPTIMIZERS["momentum"](experts))
+    dense = [p for p in training.model.parameters() if p not in training.groups]
+    first = training.wrap("adamw", dense)
+    second = training.wrap("momentum", training.groups)
     for step in range(STEPS):
         training.step(step, *((first, second) if step % 2 else (first,)))
     training.end(first, second)
@@ -350,7 +346,7 @@ def two_optimizers(job: Job, ways: int, how: str) -> None:
 def saved_and_loaded(job: Job, ways: int) -> None:
     """A checkpoint in the middle, a flush, and plain training after `unwrap`."""
     training = Training(job, "attribute", ways)
-    optimizer = training.wrap(OPTIMIZERS["adamw"](training.model.parameters()))
+    optimizer = training.wrap("adamw")
     for step in range(4):
         training.step(step, optimizer)
     saved = copy.deepcopy((training.ddp.state_dict(), optimizer.state_dict()))
@@ -371,35 +367,7 @@ def saved_and_loaded(job: Job, ways: int) -> None:
     training.end(optimizer)
 
 
-def two_partitions(job: Job) -> None:
-    """The experts of two layers are divided in two ways; those of one have no other rank."""
-    training = Training(job, "attribute", 2)
-    second = training.model.experts[1]
-    second.data_parallel_group = None
-    optimizer = training.wrap(OPTIMIZERS["momentum"](training.model.parameters()))
-
-    def reduce() -> None:
-        world = dist.get_world_size()
-        for parameter in second.parameters() if training.by_hand else ():
-            assert parameter.grad is not None
-            parameter.grad.div_(world)
-        for parameter in training.model.experts[0].parameters() if training.by_hand else ():
-            assert parameter.grad is not None
-            parameter.grad.div_(world)
-            dist.all_reduce(parameter.grad, group=training.group)
-
-    training.reduce = reduce  # type: ignore[method-assign]
-    for step in range(STEPS):
-        training.step(step, optimizer)
-    training.end(optimizer)
-
-
 # -- what is refused ---------------------------------------------------------------------
-
-
-def _ignoring(model: Model) -> Model:
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, model.expert_names())
-    return model
 
 
 def refused(case: str) -> str:
@@ -414,7 +382,7 @@ def refused(case: str) -> str:
     for experts in model.experts:
         experts.data_parallel_group = group
     if case != "not ignored":
-        _ignoring(model)
+        ignoring(model)
     if case == "values":
         with torch.no_grad():
             model.expert_parameters()[3].add_(float(rank == 3))
@@ -459,7 +427,7 @@ def refused(case: str) -> str:
 
 def other_groups_later() -> str:
     """A second optimizer is wrapped, with other groups than the first."""
-    model = _ignoring(Model(dist.get_rank()))
+    model = ignoring(Model(dist.get_rank()))
     ddp = DistributedDataParallel(model)
     ids = set(map(id, model.expert_parameters()))
     dense = torch.optim.SGD([p for p in model.parameters() if id(p) not in ids], lr=0.1)
@@ -472,7 +440,7 @@ def other_groups_later() -> str:
 
 def dies(victim: int, moment: str) -> None:
     """One rank is killed, and all others say so."""
-    model = _ignoring(Model(dist.get_rank() % 2))
+    model = ignoring(Model(dist.get_rank() % 2))
     pairs = dist.new_group([0, 2]), dist.new_group([1, 3])
     for experts in model.experts:
         experts.data_parallel_group = pairs[dist.get_rank() % 2]

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import gc
 import weakref
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from looks import weight
+from raised import raised
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
-from training import Job, adamw, mlp, script, sgd, train
+from training import Job, adamw, gradients, mlp, script, sgd, train
 
 import bytesched
 from bytesched.plugins.planned.session import PlannedSession
@@ -29,29 +30,23 @@ class Interrupted(Exception):
 @script(adamw, when="step", steps=8)
 def interrupted(job: Job, model: Any, optimizer: Any, step: int, where: str) -> None:
     """An exception on every rank in the middle of a step, caught; training goes on."""
-    raising = step in (3, 5)
-    handle = None
+
+    def at(moment: str) -> None:
+        if step in (3, 5) and moment == where:
+            raise Interrupted
+
+    handle = model.module[2].register_forward_hook(lambda *_: at("forward"))
     try:
         optimizer.zero_grad()
-        if raising and where == "forward":
-            handle = model.module[2].register_forward_hook(interrupt)
         loss = model(job.inputs(step)).square().mean()
-        if raising and where == "before_backward":
-            raise Interrupted
+        at("before_backward")
         loss.backward()
-        if raising and where == "before_step":
-            raise Interrupted
+        at("before_step")
         optimizer.step()
-        if raising and where == "after_step":
-            raise Interrupted
+        at("after_step")
     except Interrupted:
         job.record("interrupted", step)
-    if handle:
-        handle.remove()
-
-
-def interrupt(*_: Any) -> None:
-    raise Interrupted
+    handle.remove()
 
 
 def patience_s() -> list[float]:
@@ -76,29 +71,18 @@ def converted(job: Job, dtype: torch.dtype) -> None:
     train(job, model, optimizer, steps=4)
     model.to(dtype)
     optimizer.zero_grad()
-    loss = model(job.inputs(4).to(dtype)).square().mean()
-    loss.backward()
-    job.record("gradients", [p.grad for p in model.parameters()])
-
-
-class Holder(nn.Module):
-    """A module that holds the DDP object, as trainers do."""
-
-    def __init__(self, ddp: nn.Module) -> None:
-        super().__init__()
-        self.ddp = ddp
+    model(job.inputs(4).to(dtype)).square().mean().backward()
+    job.record("gradients", gradients(model))
 
 
 def errors_of_wrong_modules() -> list[str]:
     """What `wrap` says to a module around the DDP object, and to the one inside it."""
     job = Job(wrapped=True)
     model = job.ddp(mlp())
-    errors = []
-    for module in (Holder(model), model.module):
-        try:
-            job.wrap(sgd(model), module)
-        except bytesched.PluginError as error:
-            errors.append(str(error))
+    wrong = nn.ModuleDict({"ddp": model}), model.module
+    errors = [
+        raised(partial(job.wrap, sgd(model), module), bytesched.PluginError) for module in wrong
+    ]
     job.close()
     return errors
 
@@ -142,12 +126,9 @@ def errors_of_reused() -> list[str]:
         job = Job(wrapped=wrapped)
         model = job.ddp(Reused())
         optimizer = job.wrap(sgd(model), model)
-        try:
-            train(job, model, optimizer)
-        except (RuntimeError, bytesched.PluginError) as error:
-            kinds.append(type(error).__name__)
-        with contextlib.suppress(bytesched.BytesschedError):
-            job.close()
+        said = raised(partial(train, job, model, optimizer), Exception)
+        kinds.append(said.partition(":")[0])
+        raised(job.close)
     return kinds
 
 
@@ -167,7 +148,8 @@ def skipped_on_one_rank(timeout_s: float) -> None:
     job = Job(wrapped=True, timeout_s=timeout_s)
     model = job.ddp(mlp())
     optimizer = job.wrap(sgd(model), model)
-    try:
+
+    def run() -> None:
         for step in range(8):
             optimizer.zero_grad()
             loss = model(job.inputs(step)).square().mean()
@@ -176,5 +158,5 @@ def skipped_on_one_rank(timeout_s: float) -> None:
             loss.backward()
             optimizer.step()
         bytesched.flush()
-    except bytesched.BytesschedError as error:
-        print(f"{type(error).__name__}: {error}")
+
+    print(raised(run), end="")

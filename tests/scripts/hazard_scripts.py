@@ -18,8 +18,9 @@ from rank_worker import signals
 from round_ways import HeldWork
 from scripts_optimizers import SignDescent
 from torch import Tensor
+from torch._dynamo.utils import counters
 from torch.optim.lr_scheduler import StepLR
-from training import Job, adamw, mlp, sgd, train
+from training import Job, adamw, backward, mlp, sgd, train
 
 #: The first iteration is special, and so may be the one after it.
 FREE_STEPS = 3
@@ -56,7 +57,7 @@ def looks(job: Job, kind: str, one_in: int) -> None:
         model = job.ddp(mlp())
         optimizer = job.wrap(adamw(model), model)
         free_steps(job, model, optimizer)
-        model(job.inputs(FREE_STEPS)).square().mean().backward()
+        backward(job, model, FREE_STEPS)
         if kind not in BEFORE_STEP:
             optimizer.step()
         with waiting(job, name, waits=kind not in WITHOUT_VALUES):
@@ -107,12 +108,16 @@ def two_optimizers(job: Job) -> None:
     first, *rest = model.parameters()
     one = job.wrap(torch.optim.SGD([first], lr=0.1), model)
     other = job.wrap(torch.optim.Adam(rest, lr=0.1), model)
-    for step in range(FREE_STEPS):
-        model(job.inputs(step)).square().mean().backward()
-        one.step()
-        other.step()
-        model.zero_grad()
-    model(job.inputs(FREE_STEPS)).square().mean().backward()
+    train(
+        job,
+        model,
+        one,
+        steps=FREE_STEPS,
+        after_step=lambda _: other.step(),
+        zero_grad=model.zero_grad,
+    )
+    model.zero_grad()
+    backward(job, model, FREE_STEPS)
     one.step()
     with waiting(job, "other", waits=False):
         job.record("other", [p.detach().clone() for p in rest])
@@ -126,19 +131,16 @@ def watched_step(job: Job, kind: str) -> None:
     """Steps that cannot be deferred: step() itself has to wait."""
     model = job.ddp(mlp())
     optimizer: Any = sgd(model)
-    fields: dict[str, Any] = {}
     if kind == "post_hook":
         optimizer.register_step_post_hook(lambda *_: job.record("hook", weight(model)))
     elif kind == "pre_hook":
         optimizer.register_step_pre_hook(lambda *_: job.record("hook", weight(model).grad))
     elif kind == "unknown":
         optimizer = SignDescent(model.parameters(), lr=0.01)
-    elif kind == "backward_only":
-        fields["cross_barrier"] = False
-    job.wrap(optimizer, model, **fields)
+    job.wrap(optimizer, model, **{"cross_barrier": False} if kind == "backward_only" else {})
     free_steps(job, model, optimizer)
     with waiting(job, "step"):
-        model(job.inputs(FREE_STEPS)).square().mean().backward()
+        backward(job, model, FREE_STEPS)
         optimizer.step()
     job.record_state(model, optimizer)
 
@@ -147,9 +149,7 @@ def unseen_reader(job: Job, name: str) -> None:
     """A forward pass, with and without gradients, whose reads no tensor subclass can see."""
     model = job.ddp(unseen_models.MODELS[name]())
     optimizer = job.wrap(adamw(model), model)
-    free_steps(job, model, optimizer)
-    model(job.inputs(FREE_STEPS)).square().mean().backward()
-    optimizer.step()
+    train(job, model, optimizer, steps=FREE_STEPS + 1)
     model.eval()
     with torch.no_grad(), waiting(job, name):
         job.record("evaluated", model(torch.ones(2, 8)))
@@ -161,11 +161,11 @@ def unseen_reader(job: Job, name: str) -> None:
 def graphs_compiled(job: Job) -> None:
     """Hooks and pending parameters make compiled code neither break nor be compiled again."""
     torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
+    counters.clear()
     module = mlp()
     module[2] = unseen_models.compiled(module[2], fullgraph=True)
     model = job.ddp(module)
     optimizer = job.wrap(adamw(model), model)
     train(job, model, optimizer)
-    job.record("graphs", torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    job.record("graphs", counters["stats"]["unique_graphs"])
     job.record_state(model, optimizer)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import signal
 import socket
+from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
@@ -17,23 +19,9 @@ from restless import ScriptedJob
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from training import SMALL, STEPS, Job, adamw, compare, mlp, script, train
+from training import Job, adamw, mlp, script, sgd, train
 
 import bytesched
-from bytesched.grid import Cell
-from bytesched.tunable import Setting
-
-
-def on_hosts(
-    ranks: list[int],
-    address: tuple[str, str],
-    args: tuple[Any, ...],
-    options: dict[str, Any],
-    rtol: float,
-) -> Any:
-    """`training.compare` where the hosts have so many ``ranks``, in their order."""
-    with on_named_hosts(ranks):
-        return compare(address, args, options, rtol)
 
 
 def refused(ranks: list[int]) -> str:
@@ -53,12 +41,10 @@ def exact(job: Job) -> None:
     """Sums of small whole numbers: without rounding, in whatever order."""
     model = job.ddp(nn.Linear(7, 5, bias=False))
     nn.init.zeros_(model.module.weight)
-    optimizer = job.wrap(torch.optim.SGD(model.parameters(), lr=0.5), model)
-    for step in range(STEPS):
-        batch = (job.inputs(step, 4, 7) * 3).round()
-        model(batch).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    optimizer = job.wrap(sgd(model, lr=0.5, momentum=0.0), model)
+    train(
+        job, model, optimizer, loss=lambda step: model((job.inputs(step, 4, 7) * 3).round()).sum()
+    )
     job.record_state(model, optimizer)
 
 
@@ -79,55 +65,35 @@ def rank_3_dies() -> None:
             raise
 
 
-def on_named_hosts(ranks: list[int]) -> Any:
+def on_named_hosts(ranks: Sequence[int]) -> Any:
     """Hosts that have so many ``ranks``, in their order."""
     names = [f"host{host}" for host, count in enumerate(ranks) for _ in range(count)]
     mine = names[dist.get_rank()]
     return mock.patch.object(socket, "gethostname", return_value=mine)
 
 
-# -- cells of the grid ---------------------------------------------------------------------
+class HostsJob(ScriptedJob):
+    """A job whose hosts have so many ranks, with a tuner if there are turns for it."""
 
-#: what a tuner tries, with steps
-TURNS = [
-    (Setting(256, 512), 2),
-    (Setting(96, 300), 2),
-    (Setting(1000, 2000), 2),
-    (Setting(512, 512), 1),
-]
-
-
-class CellJob(ScriptedJob):
-    """A job that has a tuner if there are turns for it, and a digest of its weights."""
-
-    def __init__(self, *, wrapped: bool, turns: Any = (), **fields: Any) -> None:
+    def __init__(
+        self, *, wrapped: bool, hosts: Sequence[int] = (), turns: Any = (), **fields: Any
+    ) -> None:
         if turns:
             super().__init__(wrapped=wrapped, turns=turns, **fields)
         else:
             Job.__init__(self, wrapped=wrapped, **fields)
+        self._named = on_named_hosts(hosts) if hosts else contextlib.nullcontext()
+        self._named.__enter__()
 
     def record_state(self, model: nn.Module, *optimizers: Optimizer) -> None:
         super().record_state(model, *optimizers)
         digest = hashlib.sha256()
         for weight in model.state_dict().values():
-            digest.update(weight.numpy().tobytes())
+            digest.update(weight.cpu().numpy().tobytes())
         self.stats["digest"] = digest.hexdigest()
 
-
-def in_cell(
-    cell: tuple[str, str, str],
-    hosts: list[int],
-    address: tuple[str, str],
-    args: tuple[Any, ...],
-    rtol: float,
-) -> Any:
-    """`training.compare` of plain DDP and of ``cell``, where hosts have so many ranks."""
-    carried, levels, sizes = Cell(*cell)
-    options: dict[str, Any] = dict(SMALL)
-    options["shard"] = carried == "sharded"
-    options["split"] = {"whole": "off", "split": "on", "sharded": "auto"}[carried]
-    options["hierarchy"] = "on" if levels == "two levels" else "off"
-    if sizes == "tuned":
-        options["turns"] = TURNS
-    with on_named_hosts(hosts):
-        return compare(address, args, options, rtol, CellJob)
+    def close(self) -> None:
+        try:
+            super().close()
+        finally:
+            self._named.__exit__(None, None, None)

@@ -21,17 +21,11 @@ from training import Job, adamw, frozen, mlp, script, sgd, train
 import bytesched
 
 
-@script(sgd, when="step")
+@script(sgd, when="before_step")
 def forward_between_backward_and_step(job: Job, model: Any, optimizer: Any, step: int) -> None:
     """A second forward pass, with and without gradients, before the step."""
-    optimizer.zero_grad()
-    model(job.inputs(step)).square().mean().backward()
-    if step % 2:
+    with torch.set_grad_enabled(bool(step % 2)):
         job.record("loss", model(job.inputs(100 + step)).square().mean())
-    else:
-        with torch.no_grad():
-            job.record("loss", model(job.inputs(100 + step)).square().mean())
-    optimizer.step()
 
 
 class LastFirst(nn.Module):
@@ -63,30 +57,26 @@ def sends(folder: str) -> list[tuple[int, str]]:
     job.close()
     if job.rank:
         return []
-    spans = [event for event in trace(folder) if event["cat"] == "send"]
+    events = json.loads(Path(folder, "rank0.trace.json").read_text())
+    spans = [event for event in events if event["ph"] == "X" and event["cat"] == "send"]
     # Those of one batch begin at the same moment.
     spans.sort(key=lambda span: (float(span["ts"]), int(span["args"]["chunk"])))
     last_step = spans[-int(job.stats["chunks"]) :]
     return [(int(span["args"]["chunk"]), str(span["name"])) for span in last_step]
 
 
-def trace(folder: str) -> list[dict[str, Any]]:
-    """The spans that rank 0 wrote."""
-    events = json.loads(Path(folder, "rank0.trace.json").read_text())
-    return [event for event in events if event["ph"] == "X"]
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "mlp": mlp,
+    "one_row": lambda: nn.Linear(1024, 1, bias=False),
+    "doubles": lambda: nn.Linear(8, 16).double(),
+}
 
 
-def figures(model: str, fields: tuple[tuple[str, Any], ...] = ()) -> dict[str, Any]:
+def figures(model: str, fields: dict[str, Any] | None = None) -> dict[str, Any]:
     """The figures of a short run."""
-    models: dict[str, Callable[[], nn.Module]] = {
-        "mlp": mlp,
-        "one_row": lambda: nn.Linear(1024, 1, bias=False),
-        "doubles": lambda: nn.Linear(8, 16).double(),
-    }
-    job = Job(wrapped=True, **dict(fields))
-    module = models[model]()
-    first = next(module.parameters())
-    ddp = job.ddp(module)
+    job = Job(wrapped=True, **fields or {})
+    ddp = job.ddp(MODELS[model]())
+    first = next(ddp.parameters())
     optimizer = job.wrap(sgd(ddp), ddp)
     inputs = torch.ones(2, first.shape[1], dtype=first.dtype)
     train(job, ddp, optimizer, inputs=lambda _: inputs)
@@ -140,26 +130,20 @@ def footprint(model: Any, optimizer: Any) -> dict[str, Any]:
     }
 
 
-def unseen_front_parameter(job: Job) -> None:
+class Skipping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.front, self.rest = nn.Parameter(torch.ones(8)), nn.Linear(8, 4)
+        self.skip = False
+
+    def forward(self, x: Tensor) -> Any:
+        return self.rest(x if self.skip else x * self.front)
+
+
+@script(adamw, Skipping, when="after_step", find_unused_parameters=True)
+def unseen_front_parameter(job: Job, model: Any, optimizer: Any, step: int) -> None:
     """The first parameter is unused in some steps; steps are counted all the same."""
-
-    class Skipping(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.front, self.rest = nn.Parameter(torch.ones(8)), nn.Linear(8, 4)
-            self.skip = False
-
-        def forward(self, x: Tensor) -> Any:
-            return self.rest(x if self.skip else x * self.front)
-
-    model = job.ddp(Skipping(), find_unused_parameters=True)
-    optimizer = job.wrap(adamw(model), model)
-
-    def skip(step: int) -> None:
-        model.module.skip = step % 2 == 0
-
-    train(job, model, optimizer, after_step=skip)
-    job.record_state(model, optimizer)
+    model.module.skip = step % 2 == 0
 
 
 def never_wrapped() -> list[Any]:

@@ -28,8 +28,7 @@ BUCKET_MB = 0.0006
 
 #: of too few rounds, left to DDP from the start, or with a join(), after which there are none
 WITHOUT_TURNS = {
-    *("called_around", "forward_called", "forward_called_each_time"),
-    *("hook_registered", "in_a_context", "joined"),
+    *("called_around", "forward_called", "hook_registered", "in_a_context", "joined"),
 }
 
 

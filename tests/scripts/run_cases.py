@@ -10,7 +10,8 @@ import os
 import sys
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -19,7 +20,7 @@ import torch.distributed as dist
 from dropped_models import settles
 from rank_worker import resolve
 from torch import Tensor, nn
-from training import STEPS, Job, adamw, differences, listening, mlp, script, sgd, train
+from training import STEPS, Job, adamw, backward, differences, listening, mlp, script, sgd, train
 
 import bytesched
 from bytesched.plugins import left as reasons
@@ -36,12 +37,14 @@ def optimizer_after_ddp(job: Job, model: Any, optimizer: Any) -> None:
     train(job, model, optimizer)
 
 
-def optimizer_before_ddp(job: Job) -> None:
+def optimizer_before_ddp(job: Job, times: int) -> None:
+    """DDP is made so often."""
     module = mlp()
     optimizer = sgd(module)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.3)
-    model = job.ddp(module)
-    train(job, model, optimizer, after_step=lambda _: schedule.step())
+    for _ in range(times):
+        model = job.ddp(module)
+        train(job, model, optimizer, after_step=lambda _: schedule.step())
     job.record_state(model, optimizer)
 
 
@@ -99,93 +102,53 @@ def mixed_by_functional_all_to_alls(job: Job, model: Any, optimizer: Any) -> Non
         assert float(figures["urgent_sections"]) >= 2 * STEPS, figures
 
 
-def two_models(job: Job) -> None:
+def two_models(job: Job, of_one_optimizer: bool) -> None:
     models = [job.ddp(mlp()), job.ddp(mlp())]
-    optimizers = [adamw(models[0]), sgd(models[1])]
+    optimizers: list[Any] = [adamw(models[0]), sgd(models[1])]
+    if of_one_optimizer:
+        optimizers = [adamw(nn.ModuleList(models))]
     for step in range(STEPS):
-        for model, optimizer in zip(models, optimizers, strict=True):
+        for optimizer in optimizers:
             optimizer.zero_grad()
-            model(job.inputs(step)).square().mean().backward()
-            optimizer.step()
-    for model, optimizer in zip(models, optimizers, strict=True):
-        job.record_state(model, optimizer)
-
-
-def two_models_of_one_optimizer(job: Job) -> None:
-    models = [job.ddp(mlp()), job.ddp(mlp())]
-    optimizer = adamw(nn.ModuleList(models))
-    for step in range(STEPS):
-        optimizer.zero_grad()
         sum(model(job.inputs(step)).square().mean() for model in models).backward()
-        optimizer.step()
+        for optimizer in optimizers:
+            optimizer.step()
     for model in models:
         job.record_state(model)
 
 
-def two_optimizers(job: Job) -> None:
-    """Each has one half of the model, and the second also something that is not in it."""
+def two_optimizers(job: Job, what: str) -> None:
+    """Each has one half of the model, and the second also something that is not in it.
+
+    The first one is "replaced" in the middle, or the second one begins "late": when the first is
+    wrapped, and nothing travels through DDP's own group any more.
+    """
     module = mlp()
     temperature = nn.Parameter(torch.ones(()))
     model = job.ddp(module)
     parameters = list(module.parameters())
-    first = torch.optim.SGD(parameters[:3], lr=0.1)
+    first: torch.optim.Optimizer = torch.optim.SGD(parameters[:3], lr=0.1)
     second = torch.optim.AdamW([*parameters[3:], temperature], lr=0.01)
-    for step in range(STEPS):
+    for step in range(2 * STEPS):
+        if step == STEPS and what == "replaced":
+            first = torch.optim.Adagrad(parameters[:3], lr=0.1)
         first.zero_grad()
         second.zero_grad()
         (model(job.inputs(step)).square().mean() * temperature).backward()
         first.step()
-        second.step()
+        if step >= STEPS or what != "late":
+            second.step()
     job.record_state(model, first, second)
     job.record("temperature", temperature)
 
 
-def another_optimizer_is_never_used(job: Job) -> None:
-    model = job.ddp(mlp())
-    optimizers = [sgd(model), adamw(model)]
-    train(job, model, optimizers[1])
-    job.record_state(model, *optimizers)
-
-
-def a_new_optimizer_in_the_middle(job: Job) -> None:
-    model = job.ddp(mlp())
-    for make in (adamw, sgd):
-        optimizer: Any = make(model)
-        train(job, model, optimizer)
-    job.record_state(model, optimizer)
-
-
-def one_of_two_optimizers_is_replaced(job: Job) -> None:
-    model = job.ddp(mlp())
-    parameters = list(model.parameters())
-    first: torch.optim.Optimizer = torch.optim.SGD(parameters[:3], lr=0.1)
-    second = torch.optim.AdamW(parameters[3:], lr=0.01)
-    for step in range(2 * STEPS):
-        if step == STEPS:
-            first = torch.optim.Adagrad(parameters[:3], lr=0.1)
-        first.zero_grad()
-        second.zero_grad()
-        model(job.inputs(step)).square().mean().backward()
-        first.step()
-        second.step()
-    job.record_state(model, first, second)
-
-
-def optimizers_take_turns(job: Job) -> None:
+def optimizers_in_turn(job: Job, turns: Sequence[int]) -> None:
+    """Of two optimizers of all parameters, the one that steps seven times in each turn."""
     model = job.ddp(mlp())
     optimizers = [adamw(model), sgd(model)]
-    for step in range(2 * STEPS):
-        train(job, model, optimizers[step % 2], first_step=step, steps=1)
-    job.record_state(model, *optimizers)
-
-
-def ddp_made_again(job: Job) -> None:
-    module = mlp()
-    for _ in range(2):
-        model = job.ddp(module)
-        optimizer = adamw(module)
-        train(job, model, optimizer)
-    job.record_state(model, optimizer)
+    for turn, number in enumerate(turns):
+        train(job, model, optimizers[number], first_step=STEPS * turn)
+    job.record_state(model, *(optimizers[number] for number in set(turns)))
 
 
 def optimizer_inside_an_optimizer(job: Job) -> None:
@@ -219,12 +182,9 @@ class Lookahead(torch.optim.Optimizer):
         return loss
 
 
-def lookahead(job: Job) -> None:
-    model = job.ddp(mlp())
-    inner = adamw(model)
-    optimizer = Lookahead(inner)
-    train(job, model, optimizer)
-    job.record_state(model, inner)
+@script(adamw)
+def lookahead(job: Job, model: Any, inner: Any) -> None:
+    train(job, model, Lookahead(inner))
 
 
 class Refusing(torch.optim.SGD):
@@ -255,12 +215,11 @@ def wrap_fails(job: Job, model: Any, optimizer: Any) -> None:
     train(job, model, optimizer)
 
 
-def evaluated_counted_and_copied(job: Job) -> None:
+@script(sgd)
+def evaluated_counted_and_copied(job: Job, model: Any, optimizer: Any) -> None:
     """All this after the first step, so that the next forward pass is the one that counts."""
     from torch.utils.flop_counter import FlopCounterMode
 
-    model = job.ddp(mlp())
-    optimizer = sgd(model)
     train(job, model, optimizer, steps=1)
     with torch.no_grad():
         job.record("output", model(job.inputs(0)))
@@ -271,35 +230,24 @@ def evaluated_counted_and_copied(job: Job) -> None:
     torch.save(model, io.BytesIO())
     job.record("wrapped", len(registry.sessions()))
     train(job, model, optimizer, first_step=1)
-    job.record_state(model, optimizer)
     job.record("copy", copied.state_dict())
 
 
-def compiled_later(job: Job) -> None:
-    ddp = job.ddp(mlp())
-    model = torch.compile(ddp, backend="eager")
-    job.kept.append(model)
-    optimizer = sgd(ddp)
-    train(job, model, optimizer)
-    job.record_state(ddp, optimizer)
+@script(sgd)
+def compiled_later(job: Job, model: Any, optimizer: Any) -> None:
+    job.kept.append(torch.compile(model, backend="eager"))
+    train(job, job.kept[-1], optimizer)
 
 
 @script(sgd)
 def compiled_as_a_function(job: Job, model: Any, optimizer: Any) -> None:
-    @torch.compile(backend="eager")
-    def loss_of(x: Tensor) -> Tensor:
-        return model(x).square().mean()  # type: ignore[no-any-return]
-
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        loss_of(job.inputs(step)).backward()
-        optimizer.step()
+    loss = torch.compile(lambda x: model(x).square().mean(), backend="eager")
+    train(job, model, optimizer, loss=lambda step: loss(job.inputs(step)))
 
 
-def optimizer_compiled(job: Job) -> None:
+@script(partial(adamw, lr=torch.tensor(0.01)))
+def optimizer_compiled(job: Job, model: Any, optimizer: Any) -> None:
     """A compiled step rounds differently from the one that would be run in its place."""
-    model = job.ddp(mlp())
-    optimizer = adamw(model, lr=torch.tensor(0.01))
 
     @torch.compile(backend="aot_eager")
     def step() -> None:
@@ -307,30 +255,16 @@ def optimizer_compiled(job: Job) -> None:
 
     for number in range(STEPS):
         optimizer.zero_grad()
-        model(job.inputs(number)).square().mean().backward()
+        backward(job, model, number)
         step()
-    job.record_state(model)
 
 
 @script(adamw)
-def wrapped_by_the_script(job: Job, model: Any, optimizer: Any) -> None:
+def wrapped_by_the_script(job: Job, model: Any, optimizer: Any, when: str, fields: Any) -> None:
+    if when == "late":
+        train(job, model, optimizer)
     if job.wrapped:
-        bytesched.wrap(optimizer, model, policy="fifo")
-    train(job, model, optimizer)
-
-
-@script(adamw)
-def wrapped_late_by_the_script(job: Job, model: Any, optimizer: Any) -> None:
-    train(job, model, optimizer)
-    if job.wrapped:
-        bytesched.wrap(optimizer, model)
-    train(job, model, optimizer)
-
-
-@script(adamw)
-def declined_by_the_script(job: Job, model: Any, optimizer: Any) -> None:
-    if job.wrapped:
-        bytesched.wrap(optimizer, model, enabled=False)
+        bytesched.wrap(optimizer, model, **fields)
     train(job, model, optimizer)
 
 
@@ -338,23 +272,21 @@ class Special(nn.Parameter):
     """A parameter of the user's own class."""
 
 
-def special_parameters(job: Job) -> None:
+def special() -> nn.Module:
     module = nn.Linear(8, 4)
     module.weight = Special(module.weight.detach())
-    model = job.ddp(module)
-    optimizer = sgd(model)
+    return module
+
+
+@script(sgd, special)
+def special_parameters(job: Job, model: Any, optimizer: Any) -> None:
     train(job, model, optimizer)
-    job.record_state(model, optimizer)
 
 
-def inside_join(job: Job) -> None:
-    model = job.ddp(mlp())
-    optimizer = sgd(model)
+@script(sgd)
+def inside_join(job: Job, model: Any, optimizer: Any) -> None:
     with model.join():
-        train(job, model, optimizer, steps=STEPS)
-        if job.rank:
-            train(job, model, optimizer, first_step=STEPS, steps=1)
-    job.record_state(model)
+        train(job, model, optimizer, steps=STEPS + job.rank)
 
 
 def stepped_inside_backward(job: Job) -> None:
@@ -364,9 +296,8 @@ def stepped_inside_backward(job: Job) -> None:
         p.register_post_accumulate_grad_hook(lambda p: optimizers[p].step()) for p in optimizers
     ]
     for step in range(STEPS):
-        for optimizer in optimizers.values():
-            optimizer.zero_grad()
-        model(job.inputs(step)).square().mean().backward()
+        model.zero_grad()
+        backward(job, model, step)
     job.record_state(model)
     for handle in handles:
         handle.remove()
@@ -374,7 +305,7 @@ def stepped_inside_backward(job: Job) -> None:
 
 def never_trained(job: Job) -> None:
     model = job.ddp(mlp())
-    model(job.inputs(0)).square().mean().backward()
+    backward(job, model, 0)
     job.record("gradient", model.module[0].weight.grad)
 
 
@@ -385,23 +316,6 @@ def no_ddp(job: Job) -> None:
     job.record_state(model, optimizer)
 
 
-def second_optimizer_begins_later(job: Job) -> None:
-    """When the first is wrapped, and nothing travels through DDP's own group any more."""
-    module = mlp()
-    model = job.ddp(module)
-    parameters = list(module.parameters())
-    first = torch.optim.SGD(parameters[:3], lr=0.1)
-    second = torch.optim.AdamW(parameters[3:], lr=0.01)
-    for step in range(2 * STEPS):
-        first.zero_grad()
-        second.zero_grad()
-        model(job.inputs(step)).square().mean().backward()
-        first.step()
-        if step >= STEPS:
-            second.step()
-    job.record_state(model, first, second)
-
-
 @script(adamw, when="after_step")
 def slow_first_step(job: Job, model: Any, optimizer: Any, step: int) -> None:
     """One rank takes long over its first step, and the other over what comes after."""
@@ -409,48 +323,33 @@ def slow_first_step(job: Job, model: Any, optimizer: Any, step: int) -> None:
         time.sleep(2.0)
 
 
-def state_made_by_one_rank(job: Job) -> None:
+@script(adamw)
+def state_made_by_one_rank(job: Job, model: Any, optimizer: Any) -> None:
     """As torch's checkpoints do where there is no state: not a first step."""
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-    module = mlp()
-    model = job.ddp(module)
-    optimizer = adamw(model)
     if job.rank:
-        get_optimizer_state_dict(module, optimizer)
+        get_optimizer_state_dict(model.module, optimizer)
     optimizer.state.clear()
     train(job, model, optimizer)
-    job.record_state(model, optimizer)
 
 
 @script(sgd)
-def one_rank_steps_before(job: Job, model: Any, optimizer: Any) -> None:
-    """A step of the script's own that changes nothing, on one rank alone."""
-    if job.rank:
-        optimizer.step()
-    train(job, model, optimizer)
+def one_rank_differs(job: Job, model: Any, optimizer: Any, how: str) -> None:
+    """It makes a step that changes nothing, has settings of its own, or cannot wrap its model.
 
-
-@script(sgd)
-def one_rank_has_other_settings(job: Job, model: Any, optimizer: Any) -> None:
-    own = {"BYTESCHED_POLICY": "fifo"} if job.rank else {}
-    with mock.patch.dict(os.environ, own):
-        train(job, model, optimizer)
-
-
-@script(sgd)
-def one_rank_leaves_it(job: Job, model: Any, optimizer: Any) -> None:
-    """Its model cannot be wrapped, which that rank finds out by itself."""
-    if job.rank:
-        model._comm_hooks.append("one that changes nothing")
-    train(job, model, optimizer)
-
-
-@script(sgd)
-def wrap_fails_on_one_rank(job: Job, model: Any, optimizer: Any) -> None:
-    """After all have agreed to wrap, and after they have connected."""
-    broken = mock.patch.object(ddp, "add_optimizer", side_effect=AttributeError("no such hook"))
-    with broken if job.wrapped and job.rank else contextlib.nullcontext():
+    That is what it finds out by itself, or after all have agreed to wrap and have connected.
+    """
+    with contextlib.ExitStack() as stack:
+        if job.rank and how == "steps before":
+            optimizer.step()
+        elif job.rank and how == "settings":
+            stack.enter_context(mock.patch.dict(os.environ, {"BYTESCHED_POLICY": "fifo"}))
+        elif job.rank and how == "hook":
+            model._comm_hooks.append("one that changes nothing")
+        elif job.rank and job.wrapped:
+            error = AttributeError("no such hook")
+            stack.enter_context(mock.patch.object(ddp, "add_optimizer", side_effect=error))
         train(job, model, optimizer)
 
 

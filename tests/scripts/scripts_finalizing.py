@@ -10,9 +10,10 @@ from functools import partial
 from typing import Any
 
 import torch
+from raised import raised
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from training import STEPS, Job, adamw, backward, mlp, script, sgd, train
+from training import STEPS, Job, adamw, backward, gradients, mlp, script, sgd, train
 
 from bytesched.plugins.bench.block import reset_peak as resident_bytes
 from bytesched.plugins.c10d.shell import take_over
@@ -27,24 +28,17 @@ class ByHandJob(Job):
         return model
 
 
-def finalized(job: Job, **arguments: Any) -> None:
+def finalized(job: Job, arguments: dict[str, bool]) -> None:
+    """The usual loop, finalized; the arguments are DDP's."""
     model = job.ddp(mlp(), **arguments)
     optimizer = job.wrap(adamw(model), model)
 
     def finalize(step: int) -> None:
         model.finalize_backward()
-        job.record("gradients", [p.grad for p in model.parameters()])
+        job.record("gradients", gradients(model))
 
     train(job, model, optimizer, before_step=finalize)
     job.record_state(model, optimizer)
-
-
-def finalized_views(job: Job) -> None:
-    finalized(job, gradient_as_bucket_view=True)
-
-
-def finalized_static_graph(job: Job) -> None:
-    finalized(job, static_graph=True)
 
 
 @script(sgd, when="before_step")
@@ -53,28 +47,24 @@ def finalized_and_clipped(job: Job, model: Any, optimizer: Any, step: int) -> No
     job.record("norm", nn.utils.clip_grad_norm_(model.parameters(), 0.1))
 
 
-@script(adamw)
-def finalized_late(job: Job, model: Any, optimizer: Any) -> None:
+@script(adamw, when="step", steps=STEPS + 1)
+def finalized_late(job: Job, model: Any, optimizer: Any, step: int) -> None:
     """The step is made when the next iteration begins."""
-    for step in range(STEPS + 1):
-        if step:
-            model.finalize_backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        if step < STEPS:
-            loss = backward(job, model, step)
-            job.record("loss", loss)
+    if step:
+        model.finalize_backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    if step < STEPS:
+        job.record("loss", backward(job, model, step))
 
 
-@script(sgd, when="step")
+@script(sgd, when="passes")
 def finalized_after_no_sync(job: Job, model: Any, optimizer: Any, step: int) -> None:
-    optimizer.zero_grad()
     with model.no_sync():
-        model(job.inputs(step)).square().mean().backward()
-    model(job.inputs(step + 50)).square().mean().backward()
+        backward(job, model, step)
+    backward(job, model, step + 50)
     model.finalize_backward()
-    job.record("gradients", [p.grad for p in model.parameters()])
-    optimizer.step()
+    job.record("gradients", gradients(model))
 
 
 def finalized_in_backward(job: Job, wrapped_from: int, looks_for_unused: bool) -> None:
@@ -113,41 +103,31 @@ def finalized_once_unwrapped(job: Job, model: Any, optimizer: Any) -> None:
     train(job, model, optimizer)
 
 
-def lazy_buckets(job: Job, **arguments: Any) -> None:
+def lazy_buckets(job: Job, arguments: dict[str, bool]) -> None:
     """And again, when DDP has its gradients back."""
-    model = job.ddp(mlp(), lazy_bucket_allocation=True, **arguments)
+    model = job.ddp(mlp(), **arguments)
     optimizer = job.wrap(adamw(model), model)
     train(job, model, optimizer)
     job.unwrap(optimizer)
     train(job, model, optimizer)
-    job.record("gradients", [p.grad for p in model.parameters()])
+    job.record("gradients", gradients(model))
     job.record_state(model, optimizer)
 
 
-def lazy_views(job: Job) -> None:
-    lazy_buckets(job, gradient_as_bucket_view=True)
-
-
-def views_of_dropped_buckets(job: Job) -> None:
+@script(adamw, wraps=False, gradient_as_bucket_view=True)
+def views_of_dropped_buckets(job: Job, model: Any, optimizer: Any) -> None:
     """Gradients that are views of DDP's buckets when it is wrapped, and are zeroed in place."""
-    model = job.ddp(mlp(), gradient_as_bucket_view=True)
-    optimizer = adamw(model)
 
     def some_steps() -> None:
         train(job, model, optimizer, steps=3, zero_grad=partial(optimizer.zero_grad, False))
-        job.record("gradients", [p.grad for p in model.parameters()])
+        job.record("gradients", gradients(model))
 
     some_steps()
     job.wrap(optimizer, model)
-    job.record("gradients", [p.grad for p in model.parameters()])
+    job.record("gradients", gradients(model))
     some_steps()
     job.unwrap(optimizer)
     some_steps()
-    job.record_state(model, optimizer)
-
-
-def lazy_and_finalized(job: Job) -> None:
-    finalized(job, lazy_bucket_allocation=True)
 
 
 def finalized_unasked() -> str:
@@ -157,11 +137,7 @@ def finalized_unasked() -> str:
         job.wrap(adamw(model), model)
         inputs = job.inputs(0).requires_grad_()
         inputs.register_hook(lambda _: model.finalize_backward())
-        try:
-            model(inputs).square().mean().backward()
-        except RuntimeError as error:
-            return str(error)
-    return ""
+        return raised(lambda: model(inputs).square().mean().backward(), RuntimeError)
 
 
 def freed_bytes() -> int:
@@ -176,31 +152,27 @@ def freed_bytes() -> int:
     return before - resident_bytes()
 
 
-def finalized_first(job: Job) -> None:
+@script(adamw, wraps=False, when="step")
+def finalized_first(job: Job, model: Any, optimizer: Any, step: int) -> None:
     """Wrapped between two steps of a script that finalizes late: nothing is lost."""
-    model = job.ddp(mlp())
-    optimizer = adamw(model)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        model(job.inputs(step)).square().mean().backward()
-        if step == 3:
-            job.wrap(optimizer, model)
-        model.finalize_backward()
-        job.record("gradients", [torch.clone(p.grad) for p in model.parameters()])
-        optimizer.step()
-    job.record_state(model, optimizer)
+    optimizer.zero_grad()
+    backward(job, model, step)
+    if step == 3:
+        job.wrap(optimizer, model)
+    model.finalize_backward()
+    job.record("gradients", [torch.clone(p.grad) for p in model.parameters()])
+    optimizer.step()
 
 
-def copied_and_saved(job: Job) -> None:
+@script(adamw)
+def copied_and_saved(job: Job, model: Any, optimizer: Any) -> None:
     """Copies of a wrapped model are DDP's own, and finalize what they have reduced."""
-    model = job.ddp(mlp())
-    optimizer = job.wrap(adamw(model), model)
     train(job, model, optimizer, before_step=lambda step: model.finalize_backward())
     file = io.BytesIO()
     torch.save(model, file)
     assert b"bytesched" not in file.getvalue()
     file.seek(0)
     for twin in (copy.deepcopy(model), torch.load(file, weights_only=False)):
-        twin(job.inputs(100)).square().mean().backward()
+        backward(job, twin, 100)
         twin.finalize_backward()
-        job.record("gradients of a copy", [p.grad for p in twin.parameters()])
+        job.record("gradients of a copy", gradients(twin))

@@ -3,33 +3,31 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from raised import raised
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.utils.checkpoint import checkpoint
-from training import STEPS, Job, adamw, as_array, mlp, script, sgd, train
+from training import STEPS, Job, adamw, as_array, backward, gradients, mlp, script, sgd, train
 
 
-@script(sgd, when="step")
+@script(sgd, when="passes")
 def no_sync(job: Job, model: Any, optimizer: Any, step: int) -> None:
-    optimizer.zero_grad()
     for micro in range(3):
         with model.no_sync() if micro < 2 else contextlib.nullcontext():
-            loss = model(job.inputs(10 * step + micro)).square().mean() / 3
-            loss.backward()
+            job.record("loss", backward(job, model, 10 * step + micro))
         if micro == 0:
-            job.record("local gradients", [p.grad for p in model.parameters()])
-        job.record("loss", loss)
-    optimizer.step()
+            job.record("local gradients", gradients(model))
 
 
-@script(adamw, when="step")
+@script(adamw, when="passes")
 def sync_attribute(job: Job, model: Any, optimizer: Any, step: int) -> None:
     """Accumulation by setting DDP's attribute, which counts at forward and not at backward."""
     for micro in range(3):
@@ -38,27 +36,18 @@ def sync_attribute(job: Job, model: Any, optimizer: Any, step: int) -> None:
         model.require_backward_grad_sync = micro != 2
         loss.backward()
         job.record("loss", loss)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
 
 
-@script(sgd, when="step")
+@script(sgd, when="passes")
 def accumulation_of_averages(job: Job, model: Any, optimizer: Any, step: int) -> None:
     """Several synchronised backwards per step."""
-    optimizer.zero_grad()
     for micro in range(3):
-        model(job.inputs(10 * step + micro)).square().mean().backward()
-    optimizer.step()
+        backward(job, model, 10 * step + micro)
 
 
-@script(sgd, when="step")
-def several_forwards_one_backward(job: Job, model: Any, optimizer: Any, step: int) -> None:
-    optimizer.zero_grad()
-    one, other = model(job.inputs(step)), model(job.inputs(step + 100))
-    loss = (one - other).square().mean()
-    loss.backward()
-    optimizer.step()
-    job.record("loss", loss)
+@script(sgd, when="loss")
+def several_forwards_one_backward(job: Job, model: Any, optimizer: Any, step: int) -> Any:
+    return (model(job.inputs(step)) - model(job.inputs(step + 100))).square().mean()
 
 
 @script(adamw, when="before_step")
@@ -67,38 +56,23 @@ def clip_norm(job: Job, model: Any, optimizer: Any, step: int) -> None:
 
 
 @script(sgd, when="before_step")
-def clip_by_total_norm(job: Job, model: Any, optimizer: Any, step: int) -> None:
-    """The two halves of clipping called one by one, on the gradients the user listed."""
-    norm = nn.utils.get_total_norm([p.grad for p in model.parameters()])
-    job.record("norm", norm)
-    nn.utils.clip_grads_with_norm_(model.parameters(), 0.05, norm)
-
-
-@script(sgd, when="before_step")
-def clip_value(job: Job, model: Any, optimizer: Any, step: int) -> None:
-    clip_grad_value_(model.parameters(), 0.01)
-
-
-@script(sgd, when="before_step")
 def clip_some(job: Job, model: Any, optimizer: Any, step: int) -> None:
-    """Only the last layer's gradients are touched between backward and step."""
-    last = list(model.parameters())[-2:]
-    clip_grad_norm_(last, 0.05)
+    """The last layer's gradients alone are touched between backward and step, or all by value."""
+    if step % 2:
+        clip_grad_norm_(list(model.parameters())[-2:], 0.05)
+    else:
+        clip_grad_value_(model.parameters(), 0.01)
 
 
 @script(adamw, when="before_step")
-def gradients_scaled_in_place(job: Job, model: Any, optimizer: Any, step: int) -> None:
+def gradients_written(job: Job, model: Any, optimizer: Any, step: int) -> None:
+    """Scaled in place; or noise is added to `p.grad.data`, and a row set to zero by indexing."""
     for p in model.parameters():
-        p.grad.mul_(0.5)
-
-
-@script(sgd, when="before_step")
-def gradients_written_through_data(job: Job, model: Any, optimizer: Any, step: int) -> None:
-    """Noise added to `p.grad.data`, and one row set to zero by indexing."""
-    weights = [p for p in model.parameters() if p.ndim > 1]
-    for p in weights:
-        p.grad.data.add_(0.01)
-        p.grad[0] = 0
+        if step % 2:
+            p.grad.mul_(0.5)
+        elif p.ndim > 1:
+            p.grad.data.add_(0.01)
+            p.grad[0] = 0
 
 
 @script(sgd, when="before_step")
@@ -119,98 +93,89 @@ def gradients_dropped(job: Job, model: Any, optimizer: Any, step: int) -> None:
 @script(sgd, when="before_step")
 def gradients_read(job: Job, model: Any, optimizer: Any, step: int) -> None:
     """Every way of looking at a gradient between backward and step."""
-    grads = [p.grad for p in model.parameters()]
+    grads = gradients(model)
     first = grads[step % len(grads)]
-    job.record("printed", repr(first))
-    job.record("listed", first.tolist())
-    job.record("norm", first.norm())
-    job.record("data", first.data)
-    job.record("array", as_array(first))
-    job.record("item", float(first.flatten()[0]))
+    job.record("values", [repr(first), first.tolist(), float(first.flatten()[0])])
+    job.record("tensors", [first.norm(), first.data, as_array(first), first.clone()])
     job.record("stacked", torch.cat([grad.flatten() for grad in grads]))
     job.record("grouped", torch._foreach_norm(grads))
-    job.record("kept", first.clone())
 
 
 @script(sgd, when="after_step")
 def gradients_read_after_step(job: Job, model: Any, optimizer: Any, step: int) -> None:
-    job.record("gradients", [p.grad for p in model.parameters()])
+    job.record("gradients", gradients(model))
 
 
 @script(sgd)
-def gradients_kept(job: Job, model: Any, optimizer: Any) -> None:
-    """References to gradients that outlive `zero_grad` and later steps."""
-    kept: list[Tensor] = []
-    train(
-        job,
-        model,
-        optimizer,
-        before_step=lambda _: kept.extend(p.grad for p in model.parameters()),
-    )
+def gradients_kept(job: Job, model: Any, optimizer: Any, to_none: bool = True) -> None:
+    """References to gradients of the round before are read in the next one, behind `zero_grad`.
+
+    With views, in plain DDP too, they have become that round's.
+    """
+    kept: list[Any] = []
+
+    def keep(step: int) -> None:
+        if step % 2:
+            job.record("kept", kept)
+        kept[:] = gradients(model)
+
+    zero_grad = partial(optimizer.zero_grad, set_to_none=to_none)
+    train(job, model, optimizer, steps=STEPS + 1, before_step=keep, zero_grad=zero_grad)
     job.record("kept", kept)
+
+
+def each_deleted(model: Any) -> None:
+    for p in model.parameters():
+        del p.grad
+
+
+def each_set_to_none(model: Any) -> None:
+    for p in model.parameters():
+        p.grad = None
+
+
+def each_detached(model: Any) -> None:
+    for grad in gradients(model):
+        if grad is not None:
+            grad.detach_()
+            grad.fill_(0)
+
+
+#: ways of clearing gradients
+ZEROINGS: dict[str, Callable[[Any, Any], object]] = {
+    "to_none": lambda model, optimizer: optimizer.zero_grad(set_to_none=True),
+    "to_zero": lambda model, optimizer: optimizer.zero_grad(set_to_none=False),
+    "model": lambda model, optimizer: model.zero_grad(),
+    "by_hand_to_none": lambda model, _: each_set_to_none(model),
+    "by_hand_to_zero": lambda model, _: [g.zero_() for g in gradients(model) if g is not None],
+    "detached": lambda model, _: each_detached(model),
+    "deleted": lambda model, _: each_deleted(model),
+    "never": lambda model, _: None,
+}
 
 
 @script(sgd)
 def zeroed(job: Job, model: Any, optimizer: Any, how: str) -> None:
-    """Every way of clearing gradients, right after the step and at the head of the loop."""
-
-    def zero() -> None:
-        if how == "to_none":
-            optimizer.zero_grad(set_to_none=True)
-        elif how == "to_zero":
-            optimizer.zero_grad(set_to_none=False)
-        elif how == "model":
-            model.zero_grad()
-        elif how == "by_hand_to_none":
-            for p in model.parameters():
-                p.grad = None
-        elif how == "by_hand_to_zero":
-            for p in model.parameters():
-                if p.grad is not None:
-                    p.grad.zero_()
-        elif how == "detached":
-            for p in model.parameters():
-                if p.grad is not None:
-                    p.grad.detach_()
-                    p.grad.fill_(0)
-        elif how == "deleted":
-            for p in model.parameters():
-                del p.grad
-
+    """Right after the step and at the head of the loop."""
+    zero = partial(ZEROINGS[how], model, optimizer)
     train(job, model, optimizer, zero_grad=zero, after_step=lambda _: zero())
     train(job, model, optimizer, zero_grad=zero, first_step=STEPS)
-    job.record("gradients", [p.grad for p in model.parameters()])
+    job.record("gradients", gradients(model))
 
 
-ZEROINGS = (
-    "to_none",
-    "to_zero",
-    "model",
-    "by_hand_to_none",
-    "by_hand_to_zero",
-    "detached",
-    "deleted",
-    "never",
-)
-
-
-def user_gradient_hooks(job: Job) -> None:
+@script(sgd, wraps=False)
+def user_gradient_hooks(job: Job, model: Any, optimizer: Any) -> None:
     """Tensor hooks change the gradient before it is averaged, as they do under DDP."""
-    model = job.ddp(mlp())
     for index, p in enumerate(model.parameters()):
         p.register_hook(lambda grad, index=index: grad * (index + 1))
-    optimizer = job.wrap(sgd(model), model)
-    train(job, model, optimizer)
-    job.record_state(model, optimizer)
+    train(job, model, job.wrap(optimizer, model))
 
 
-def user_hooks_after_accumulation(job: Job, made: str) -> None:
+@script(sgd, wraps=False)
+def user_hooks_after_accumulation(job: Job, model: Any, optimizer: Any, made: str) -> None:
     """Hooks on accumulated gradients change them too, whoever registered first."""
-    model = job.ddp(mlp())
-    optimizer = sgd(model)
 
-    def triple(p: Tensor) -> None:
-        assert p.grad is not None
+    def triple(p: Any) -> None:
         if p.ndim == 2:
             # Other strides than the parameter's.
             p.grad = (p.grad * 3.0).t().contiguous().t()
@@ -224,52 +189,49 @@ def user_hooks_after_accumulation(job: Job, made: str) -> None:
     if made == "before":
         job.wrap(optimizer, model)
     train(job, model, optimizer)
-    job.record_state(model, optimizer)
 
 
-@script(sgd)
-def user_hooks_registered_late(job: Job, model: Any, optimizer: Any) -> None:
+@script(sgd, when="before_step")
+def user_hooks_registered_late(job: Job, model: Any, optimizer: Any, step: int) -> None:
     """Hooks that come when rounds have settled, of each parameter at another time."""
-    parameters = list(model.parameters())
 
-    def triple(p: Tensor) -> None:
-        assert p.grad is not None
+    def triple(p: Any) -> None:
         p.grad.mul_(3.0)
 
-    def before_step(step: int) -> None:
-        if step < len(parameters):
-            parameters[step].register_post_accumulate_grad_hook(triple)
+    for p in list(model.parameters())[step : step + 1]:
+        p.register_post_accumulate_grad_hook(triple)
 
-    train(job, model, optimizer, before_step=before_step)
+
+class Nested(nn.Module):
+    """Every backward pass of a layer runs inside another one, and one layer takes no part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers[:2]:
+            x = checkpoint(layer, x, use_reentrant=True)
+        return x
 
 
 def norms_of_nested_passes(job: Job) -> None:
-    """Every backward pass of a layer runs inside another one, and one parameter takes no part."""
-    torch.manual_seed(0)
-    layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
-
-    class Checkpointed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = layers
-
-        def forward(self, x: Tensor) -> Tensor:
-            for layer in self.layers[:2]:
-                x = checkpoint(layer, x, use_reentrant=True)
-            return x
-
     # DDP cannot look for what is unused behind such a checkpoint.
-    model = Checkpointed()
+    model = Nested()
     optimizer = job.wrap(sgd(model), model)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        model(job.inputs(step).requires_grad_()).square().sum().backward()
-        if not job.wrapped:
-            for p in layers[:2].parameters():
-                assert p.grad is not None
-                dist.all_reduce(p.grad.div_(dist.get_world_size()))
-        job.record(f"norm {step}", nn.utils.clip_grad_norm_(model.parameters(), 1.0))
-        optimizer.step()
+
+    def norm(step: int) -> None:
+        for grad in gradients(model.layers[:2]) if not job.wrapped else ():
+            dist.all_reduce(grad.div_(dist.get_world_size()))
+        job.record(f"norm {step}", clip_grad_norm_(model.parameters(), 1.0))
+
+    train(
+        job,
+        model,
+        optimizer,
+        inputs=lambda step: job.inputs(step).requires_grad_(),
+        before_step=norm,
+    )
     job.record_state(model, optimizer)
 
 
@@ -308,8 +270,7 @@ def autograd_grad(job: Job, model: Any, optimizer: Any, step: int) -> None:
     """`autograd.grad` goes past DDP; the script averages by itself and sets `p.grad`."""
     parameters = list(model.parameters())
     loss = model(job.inputs(step)).square().mean()
-    grads = torch.autograd.grad(loss, parameters)
-    for p, grad in zip(parameters, grads, strict=True):
+    for p, grad in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
         dist.all_reduce(grad)
         p.grad = grad / 2
     job.record("loss", loss)
@@ -329,71 +290,55 @@ def functional_call(job: Job, model: Any, optimizer: Any, step: int) -> None:
 
 @script(
     sgd,
-    module=lambda: nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4, bias=False)),
-    when="step",
+    lambda: nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4, bias=False)),
+    when="loss",
 )
-def gradient_penalty(job: Job, model: Any, optimizer: Any, step: int) -> None:
+def gradient_penalty(job: Job, model: Any, optimizer: Any, step: int) -> Any:
     """Double backward: the loss contains the gradient of the output by the input."""
-    optimizer.zero_grad()
     inputs = job.inputs(step).requires_grad_()
     out = model(inputs).square().mean()
     (slope,) = torch.autograd.grad(out, inputs, create_graph=True)
-    loss = out + slope.square().sum()
-    loss.backward()
-    optimizer.step()
-    job.record("loss", loss)
+    return out + slope.square().sum()
 
 
-@script(sgd, when="step")
+@script(sgd, when="passes")
 def two_losses(job: Job, model: Any, optimizer: Any, step: int) -> None:
     """Two graphs that share the model's forward, run backward together."""
-    optimizer.zero_grad()
     out = model(job.inputs(step))
     torch.autograd.backward([out.square().mean(), out.abs().mean()])
-    optimizer.step()
 
 
 def compressing(job: Job, model: Any, dtype: str) -> None:
     """DDP's own hook for the wire format, where nothing is wrapped."""
-    hooks: dict[str, Any] = {
-        "bf16": default_hooks.bf16_compress_hook,
-        "fp16": default_hooks.fp16_compress_hook,
-    }
+    hook: Any = getattr(default_hooks, f"{dtype}_compress_hook")
 
     # DDP refuses the bf16 hook by its name on Gloo, though it works there.
     def compress(state: Any, bucket):  # type: ignore[no-untyped-def]
-        return hooks[dtype](state, bucket)
+        return hook(state, bucket)
 
     if not job.wrapped:
         model.register_comm_hook(None, compress)
 
 
-def compressed(job: Job, dtype: str) -> None:
-    """The wire format against DDP's own hook for the same one."""
-    model = job.ddp(mlp())
-    compressing(job, model, dtype)
-    optimizer = job.wrap(sgd(model), model, compression=dtype)
-    train(job, model, optimizer)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        # So small that it matters whether rounding or averaging comes first.
-        (model(job.inputs(step)).square().mean() * 1e-5).backward()
-        job.record("small", [p.grad for p in model.parameters()])
-        optimizer.step()
-    job.record_state(model, optimizer)
-
-
-def compressed_and_clipped(job: Job, dtype: str, views: bool) -> None:
-    """From the first step on; what is clipped is what is read after it, and what is stepped."""
+def compressed(job: Job, dtype: str, views: bool = False) -> None:
+    """The wire format against DDP's own hook for the same one; clipped from the first step on."""
     model = job.ddp(mlp(), gradient_as_bucket_view=views)
     compressing(job, model, dtype)
     optimizer = job.wrap(adamw(model), model, compression=dtype)
 
     def clip(_: int) -> None:
-        job.record("norm", torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05))
-        job.record("clipped", [p.grad for p in model.parameters()])
+        job.record("norm", clip_grad_norm_(model.parameters(), 0.05))
+        job.record("clipped", gradients(model))
 
     train(job, model, optimizer, before_step=clip)
+    train(
+        job,
+        model,
+        optimizer,
+        # So small that it matters whether rounding or averaging comes first.
+        loss=lambda step: model(job.inputs(step)).square().mean() * 1e-5,
+        before_step=lambda _: job.record("small", gradients(model)),
+    )
     job.record_state(model, optimizer)
 
 
@@ -409,31 +354,25 @@ def gradient_data_assigned(job: Job, model: Any, optimizer: Any) -> None:
                 p.grad.set_(torch.ones_like(p) * step)
 
     train(job, model, optimizer, before_step=assign)
-    job.record("gradients", [p.grad for p in model.parameters()])
+    job.record("gradients", gradients(model))
     zero = partial(optimizer.zero_grad, set_to_none=False)
     train(job, model, optimizer, before_step=assign, zero_grad=zero)
-    job.record("gradients", [p.grad for p in model.parameters()])
+    job.record("gradients", gradients(model))
 
 
 @script(adamw)
 def flat_gradients(job: Job, model: Any, optimizer: Any, preset: str) -> None:
     """Gradients are views of one buffer of the script's own, which it reads, clips and zeroes."""
     parameters = list(model.parameters())
-    flat = torch.zeros(sum(p.numel() for p in parameters))
-
-    def use_flat() -> None:
-        parts = flat.split([p.numel() for p in parameters])
-        for p, part in zip(parameters, parts, strict=True):
-            if preset == "data" and p.grad is not None:
-                p.grad.data = part.view_as(p)
-            else:
-                p.grad = part.view_as(p)
-
-    if preset == "before":
-        use_flat()
-    else:
+    sizes = [p.numel() for p in parameters]
+    flat = torch.zeros(sum(sizes))
+    if preset != "before":
         train(job, model, optimizer, steps=2)
-        use_flat()
+    for p, part in zip(parameters, flat.split(sizes), strict=True):
+        if preset == "data":
+            p.grad.data = part.view_as(p)
+        else:
+            p.grad = part.view_as(p)
 
     def clip(_: int) -> None:
         job.record("norm", flat.norm())
@@ -441,7 +380,7 @@ def flat_gradients(job: Job, model: Any, optimizer: Any, preset: str) -> None:
 
     train(job, model, optimizer, before_step=clip, zero_grad=flat.zero_)
     job.record("flat", flat)
-    job.record("gradients", [p.grad for p in parameters])
+    job.record("gradients", gradients(model))
 
 
 @script(adamw)
@@ -465,14 +404,12 @@ def gradients_over_arrays(job: Job, model: Any, optimizer: Any) -> None:
 def gradients_referred_to(job: Job, model: Any, optimizer: Any) -> None:
     """A list of the gradients made once; they stay the same tensors, and are zeroed in place."""
     train(job, model, optimizer, steps=2)
-    gradients = [p.grad for p in model.parameters()]
-    flattened = [p.grad.view(-1) for p in model.parameters()]
+    kept = gradients(model)
+    flattened = [grad.view(-1) for grad in kept]
 
     def look(_: int) -> None:
-        job.record("norms", torch._foreach_norm(gradients))
-        job.record(
-            "same", [p.grad is g for p, g in zip(model.parameters(), gradients, strict=True)]
-        )
+        job.record("norms", torch._foreach_norm(kept))
+        job.record("same", [a is b for a, b in zip(gradients(model), kept, strict=True)])
         job.record("sums", [view.sum() for view in flattened])
 
     zero = partial(optimizer.zero_grad, set_to_none=False)
@@ -493,16 +430,15 @@ def gradients_seen_through_views(job: Job, model: Any, optimizer: Any) -> None:
     job.record("kept", kept)
 
 
-def gradients_kept_by_a_hook(job: Job) -> None:
+@script(sgd, wraps=False)
+def gradients_kept_by_a_hook(job: Job, model: Any, optimizer: Any) -> None:
     """What a hook of the script's own has put aside shows what is reduced."""
-    model = job.ddp(mlp())
     kept: list[Tensor] = []
     for p in model.parameters():
         p.register_post_accumulate_grad_hook(lambda p: kept.append(p.grad))
-    optimizer = job.wrap(sgd(model), model)
+    job.wrap(optimizer, model)
     train(job, model, optimizer)
     job.record("kept", kept)
-    job.record_state(model, optimizer)
 
 
 @script(sgd, when="step")
@@ -515,12 +451,8 @@ def old_graph(job: Job, model: Any, optimizer: Any, step: int) -> None:
     loss.backward(retain_graph=True)
     optimizer.step()
     for inputs in (x, *weights[:-1]):
-        try:
-            torch.autograd.grad(loss, inputs, retain_graph=True)
-        except RuntimeError as error:
-            job.record("refused", "modified by an inplace operation" in str(error))
-        else:
-            job.record("refused", None)
+        said = raised(lambda: torch.autograd.grad(loss, inputs, retain_graph=True), RuntimeError)  # noqa: B023
+        job.record("refused", "modified by an inplace operation" in said)
 
 
 @script(sgd)

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import ctypes
 import warnings
+from collections.abc import Mapping
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
-from training import STEPS, Job, adamw, backward, mlp, script, sgd, train
+from training import STEPS, Job, adamw, backward, gradients, mlp, script, sgd, train
 
 
 class TiedText(nn.Module):
@@ -200,6 +203,26 @@ def raw_kernel() -> nn.Module:
     )
 
 
+def frozen_mlp() -> nn.Sequential:
+    """One whose first layer is frozen."""
+    module = mlp()
+    module[0].requires_grad_(False)
+    return module
+
+
+def scripted(how: str) -> nn.Module:
+    """One with a block that the TorchScript interpreter runs, which has references to weights."""
+    module = mlp()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if how == "script":
+            module[0] = torch.jit.script(module[0])
+        else:
+            module[0] = torch.jit.trace(module[0], torch.ones(4, 8))
+    return module
+
+
+#: what a parameter is in, how it is shared, read and updated, by name
 MODELS: dict[str, Any] = {
     "attention": Attention,
     "borrowed_weight": Borrower,
@@ -216,6 +239,9 @@ MODELS: dict[str, Any] = {
     "tied": TiedText,
     "tied_by_data": lambda: TiedText(by_data=True),
     "linear": lambda: nn.Linear(8, 4),
+    "frozen": frozen_mlp,
+    "scripted": lambda: scripted("script"),
+    "traced": lambda: scripted("trace"),
 }
 SHAPES = {"convolution": (3, 2, 4, 4), "encoder_layer": (2, 3, 8), "lstm": (3, 2, 8)}
 
@@ -228,38 +254,22 @@ def batch(job: Job, name: str, step: int) -> Tensor:
     return x.contiguous(memory_format=torch.channels_last) if name == "convolution" else x
 
 
-def one_model(job: Job, name: str, **arguments: Any) -> None:
-    """Training, and an evaluation after every step."""
+def one_model(job: Job, name: str, arguments: Mapping[str, Any] = MappingProxyType({})) -> None:
+    """Training, and an evaluation after every step; the arguments are DDP's."""
     model = job.ddp(MODELS[name](), **arguments)
     optimizer = job.wrap(adamw(model), model)
 
     def evaluate(step: int) -> None:
+        if step < 2:
+            return
         model.eval()
         called = model if step % 3 else getattr(model, "module", model)
         with torch.inference_mode() if step % 2 else torch.no_grad():
             job.record("evaluated", called(batch(job, name, 100 + step)))
         model.train()
 
-    train(
-        job,
-        model,
-        optimizer,
-        inputs=lambda step: batch(job, name, step),
-        after_step=lambda step: evaluate(step) if step > 1 else None,
-    )
+    train(job, model, optimizer, inputs=lambda step: batch(job, name, step), after_step=evaluate)
     job.record_state(model, optimizer)
-
-
-def view_of_buckets(job: Job) -> None:
-    one_model(job, "linear", gradient_as_bucket_view=True)
-
-
-def static_graph(job: Job) -> None:
-    one_model(job, "checkpoint_reentrant", static_graph=True)
-
-
-def no_buffer_broadcast(job: Job) -> None:
-    one_model(job, "batch_norm", broadcast_buffers=False)
 
 
 @script(adamw, module=Branching, find_unused_parameters=True)
@@ -273,22 +283,9 @@ def unused(job: Job, model: Any, optimizer: Any, turns: str) -> None:
         model.module.turn = plans[turns][step % 3]
         optimizer.zero_grad(set_to_none=step % 2 == 0)
         loss = backward(job, model, step)
-        job.record("gradients", [p.grad for p in model.parameters()])
+        job.record("gradients", gradients(model))
         optimizer.step()
         job.record("loss", loss)
-
-
-@script(sgd, module=Branching, when="step", find_unused_parameters=True)
-def unused_and_accumulated(job: Job, model: Any, optimizer: Any, step: int) -> None:
-    """What a `no_sync` pass used counts as used, whatever the synchronised pass uses."""
-    optimizer.zero_grad()
-    model.module.turn = "left" if job.rank else "both"
-    with model.no_sync():
-        model(job.inputs(step)).square().mean().backward()
-    model.module.turn = "right"
-    model(job.inputs(step + 50)).square().mean().backward()
-    job.record("gradients", [p.grad for p in model.parameters()])
-    optimizer.step()
 
 
 @script(sgd, module=Branching, when="step", steps=3 * STEPS, find_unused_parameters=True)
@@ -297,53 +294,19 @@ def unused_with_gradients_left(job: Job, model: Any, optimizer: Any, step: int) 
     if step % 3 == 0:
         optimizer.zero_grad()
     model.module.turn = "left" if step % 3 else "both"
-    model(job.inputs(step)).square().mean().backward()
+    backward(job, model, step)
     if step % 3 == 0:
-        torch._foreach_mul_([p.grad for p in model.module.right.parameters()], job.rank + 1)
+        torch._foreach_mul_(gradients(model.module.right), job.rank + 1)
     if step % 3 == 2:
         # Not before: what is read has memory of its own from then on.
-        job.record("gradients", [p.grad for p in model.parameters()])
+        job.record("gradients", gradients(model))
     optimizer.step()
 
 
 @script(adamw, module=Branching, static_graph=True)
 def unused_static(job: Job, model: Any, optimizer: Any, to_none: bool = True) -> None:
     train(job, model, optimizer, zero_grad=partial(optimizer.zero_grad, set_to_none=to_none))
-    job.record("gradients", [p.grad for p in model.parameters()])
-
-
-def frozen_mlp() -> nn.Sequential:
-    """One whose first layer is frozen."""
-    module = mlp()
-    module[0].requires_grad_(False)
-    return module
-
-
-@script(sgd, frozen_mlp)
-def frozen_layer(job: Job, model: Any, optimizer: Any) -> None:
-    train(job, model, optimizer)
-
-
-def unfrozen_under_new_ddp(job: Job) -> None:
-    """The usual fine-tuning: freeze, train, unfreeze, wrap everything anew."""
-    module = frozen_mlp()
-    model = job.ddp(module)
-    optimizer = job.wrap(sgd(model), model)
-    train(job, model, optimizer, steps=4)
-    job.unwrap(optimizer)
-    module[0].requires_grad_(True)
-    model = job.ddp(module)
-    optimizer = job.wrap(sgd(model), model)
-    train(job, model, optimizer, first_step=4)
-    job.record_state(model, optimizer)
-
-
-@script(sgd, frozen_mlp)
-def unfrozen_in_place(job: Job, model: Any, optimizer: Any) -> None:
-    """DDP does not average what was frozen at its construction; neither may anyone else."""
-    train(job, model, optimizer, steps=3)
-    model.module[0].requires_grad_(True)
-    train(job, model, optimizer, first_step=3)
+    job.record("gradients", gradients(model))
 
 
 @script(adamw, when="after_step", steps=2 * STEPS, find_unused_parameters=True)
@@ -353,59 +316,38 @@ def frozen_for_a_while(job: Job, model: Any, optimizer: Any, step: int) -> None:
         layer.requires_grad_(number % 4 != 2 * (step % 2))
 
 
-def reused_layer(job: Job) -> None:
+def reusing() -> nn.Module:
     """One layer called three times in a forward pass."""
     shared = nn.Linear(8, 8)
-    model = job.ddp(nn.Sequential(shared, nn.Tanh(), shared, nn.Tanh(), shared, nn.Linear(8, 4)))
-    optimizer = job.wrap(sgd(model), model)
+    return nn.Sequential(shared, nn.Tanh(), shared, nn.Tanh(), shared, nn.Linear(8, 4))
+
+
+@script(sgd, reusing)
+def reused_layer(job: Job, model: Any, optimizer: Any) -> None:
     train(job, model, optimizer)
-    job.record_state(model, optimizer)
 
 
-def sparse_gradients(job: Job) -> None:
-    """Rows that differ from rank to rank, of an embedding with sparse gradients."""
-    module = nn.Sequential(nn.Embedding(12, 8, sparse=True), nn.Linear(8, 4))
-    model = job.ddp(module)
-    optimizer = job.wrap(sgd(model, momentum=0.0), model)
+@script(
+    partial(sgd, momentum=0.0),
+    lambda: nn.Sequential(nn.Embedding(12, 8, sparse=True), nn.Linear(8, 4)),
+)
+def sparse_gradients(job: Job, model: Any, optimizer: Any) -> None:
+    """Rows that differ from rank to rank."""
     train(job, model, optimizer, inputs=lambda step: batch(job, "tied", step))
-    job.record_state(model, optimizer)
 
 
-def scripted(job: Job, how: str) -> None:
-    """Blocks run by the TorchScript interpreter, which reads its own references to weights."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        module = mlp()
-        if how == "script":
-            module[0] = torch.jit.script(module[0])
-        else:
-            module[0] = torch.jit.trace(module[0], torch.ones(4, 8))
-    model = job.ddp(module)
-    optimizer = job.wrap(adamw(model), model)
-    train(job, model, optimizer)
-    job.record_state(model, optimizer)
-
-
-@script(adamw, when="step")
-def regularised(job: Job, model: Any, optimizer: Any, step: int) -> None:
+@script(adamw, when="loss")
+def regularised(job: Job, model: Any, optimizer: Any, step: int) -> Any:
     """Weights that enter the loss outside of any forward pass."""
-    optimizer.zero_grad()
     penalty = sum(p.square().sum() for p in model.parameters())
-    loss = model(job.inputs(step)).square().mean() + 0.01 * penalty
-    loss.backward()
-    optimizer.step()
-    job.record("loss", loss)
+    return model(job.inputs(step)).square().mean() + 0.01 * penalty
 
 
-@script(adamw, when="step")
-def partly_around_ddp(job: Job, model: Any, optimizer: Any, step: int) -> None:
+@script(adamw, when="loss")
+def partly_around_ddp(job: Job, model: Any, optimizer: Any, step: int) -> Any:
     """A second loss from a part of the model, called without DDP."""
-    optimizer.zero_grad()
     loss = model(job.inputs(step)).square().mean()
-    loss = loss + model.module[0](job.inputs(step + 50)).abs().mean()
-    loss.backward()
-    optimizer.step()
-    job.record("loss", loss)
+    return loss + model.module[0](job.inputs(step + 50)).abs().mean()
 
 
 @script(adamw)
@@ -439,23 +381,16 @@ def work_on_one_rank(job: Job, model: Any, optimizer: Any, asks: bool = True) ->
     train(job, model, optimizer, before_step=log, after_step=look)
 
 
-def subgroups(job: Job) -> None:
-    """Two trainings side by side, each on its own process group of two ranks."""
-    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    model = job.ddp(mlp(), process_group=groups[job.rank // 2])
-    optimizer = job.wrap(sgd(model), model)
-    train(job, model, optimizer)
-    job.record_state(model, optimizer)
-
-
-def ignored_by_ddp(job: Job) -> None:
-    """Parameters that DDP was told to leave alone stay local."""
+def ignored() -> nn.Module:
     module = mlp()
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ["2.weight"])
-    model = job.ddp(module)
-    optimizer = job.wrap(sgd(model), model)
+    return module
+
+
+@script(sgd, ignored)
+def ignored_by_ddp(job: Job, model: Any, optimizer: Any) -> None:
+    """Parameters that DDP was told to leave alone stay local."""
     train(job, model, optimizer)
-    job.record_state(model, optimizer)
 
 
 class Method(nn.Module):
@@ -472,15 +407,17 @@ class Method(nn.Module):
         return self.head(torch.tanh(self.body(x)))
 
 
-def different_starts(job: Job) -> None:
-    """Every rank draws weights of its own; the first rank's count."""
-    torch.manual_seed(job.rank)
+def drawn() -> nn.Module:
+    torch.manual_seed(dist.get_rank())
     module = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4))
     module.register_buffer("drawn", torch.randn(3))
-    model = job.ddp(module)
-    optimizer = job.wrap(adamw(model), model)
+    return module
+
+
+@script(adamw, drawn)
+def different_starts(job: Job, model: Any, optimizer: Any) -> None:
+    """Every rank draws weights of its own; the first rank's count."""
     train(job, model, optimizer)
-    job.record_state(model, optimizer)
 
 
 @script(adamw, module=Method)
@@ -489,19 +426,19 @@ def called_by_method(job: Job, model: Any, optimizer: Any) -> None:
     train(job, model.predict if job.wrapped else model, optimizer)
 
 
-@script(adamw, when="step")
-def autocast(job: Job, model: Any, optimizer: Any, step: int) -> None:
-    optimizer.zero_grad()
+@script(adamw, when="loss")
+def autocast(job: Job, model: Any, optimizer: Any, step: int) -> Any:
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        loss = model(job.inputs(step)).float().square().mean()
-    loss.backward()
-    optimizer.step()
-    job.record("loss", loss)
+        return model(job.inputs(step)).float().square().mean()
 
 
 def compiled(job: Job, what: str, backend: str) -> None:
-    """`torch.compile` of a block, of the module inside DDP, or of DDP, before `wrap` or after."""
+    """`torch.compile` of a part of the module, of all of it, or of DDP, before `wrap` or after.
+
+    "whole before": DDP is compiled, and it is DDP that is wrapped.
+    """
     torch._dynamo.reset()
+    counters.clear()
     module: Any = mlp()
     if what == "block":
         module[0] = torch.compile(module[0], backend=backend)
@@ -509,14 +446,17 @@ def compiled(job: Job, what: str, backend: str) -> None:
         module = torch.compile(module, backend=backend)
     elif what == "in_place":
         module.compile(backend=backend)
-    model = job.ddp(module)
-    if what == "whole":
-        model = torch.compile(model, backend=backend)
-    optimizer = job.wrap(adamw(model), model)
-    called = model
-    if what == "whole_after":
+    model = called = job.ddp(module)
+    if what in ("whole", "whole before"):
         called = torch.compile(model, backend=backend)
-    elif what == "in_place_after":
+    if what == "whole":
+        model = called
+    optimizer = job.wrap(adamw(model), model)
+    if what == "whole after":
+        called = torch.compile(model, backend=backend)
+    elif what == "in_place after":
         module.compile(backend=backend)
     train(job, called, optimizer)
+    if what in ("whole before", "whole after"):
+        job.record("is compiled", counters["stats"]["unique_graphs"] > 0)
     job.record_state(model, optimizer)

@@ -10,12 +10,38 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn, optim
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.overrides import TorchFunctionMode
-from training import STEPS, Job, adamw, backward, closure_of, mlp, script, sgd, train
+from training import STEPS, Job, adamw, backward, closure_of, gradients, mlp, script, sgd, train
 
 from bytesched.errors import PluginError
+
+
+class CountingSGD(optim.SGD):
+    """A known optimizer with a step of its own: counters in the group, shared by all parameters."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+            group["lr"] = 0.1 / group["k"]
+        return super().step(closure)
+
+
+class SignDescent(optim.Optimizer):
+    """An optimizer that nobody has heard of, whose step looks at all gradients at once."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            used = [p for p in group["params"] if p.grad is not None]
+            scale = torch.stack([p.grad.abs().max() for p in used]).max()
+            for p in used:
+                p.add_(p.grad.sign(), alpha=-group["lr"] * float(scale))
+
 
 SPLITTABLE: dict[str, tuple[type[optim.Optimizer], dict[str, Any]]] = {
     "sgd": (optim.SGD, {"lr": 0.1}),
@@ -48,10 +74,15 @@ SPLITTABLE: dict[str, tuple[type[optim.Optimizer], dict[str, Any]]] = {
     "asgd": (optim.ASGD, {"lr": 0.05}),
     "rprop": (optim.Rprop, {"lr": 0.01}),
 }
+#: of sums over all that is in a tensor, and one that can step whole alone
+OTHERS: dict[str, tuple[type[optim.Optimizer], dict[str, Any]]] = {
+    "adafactor": (optim.Adafactor, {"lr": 0.01}),
+    "unknown": (SignDescent, {"lr": 0.01}),
+}
 
 
 def one_optimizer(job: Job, name: str) -> None:
-    kind, arguments = SPLITTABLE[name]
+    kind, arguments = (SPLITTABLE | OTHERS)[name]
     model = job.ddp(mlp())
     optimizer = job.wrap(kind(model.parameters(), **arguments), model)
     train(job, model, optimizer)
@@ -70,17 +101,15 @@ SCHEDULES: dict[str, Schedule] = {
 }
 
 
-def schedule(job: Job, name: str, made: str) -> None:
+@script(sgd, wraps=False)
+def schedule(job: Job, model: Any, optimizer: Any, name: str, made: str) -> None:
     """With a schedule that was made before `wrap`, or after it."""
-    model = job.ddp(mlp())
-    optimizer = sgd(model)
     if made == "after":
         job.wrap(optimizer, model)
     scheduler = SCHEDULES[name](optimizer)
     if made == "before":
         job.wrap(optimizer, model)
     train(job, model, optimizer, after_step=lambda _: scheduler.step())
-    job.record_state(model, optimizer)
     job.record("lr", scheduler.get_last_lr())
 
 
@@ -94,12 +123,6 @@ def tensor_lr(job: Job, model: Any, optimizer: Any) -> None:
 def lr_by_hand(job: Job, model: Any, optimizer: Any, step: int) -> None:
     """Hyper-parameters written into the group right after each step."""
     optimizer.param_groups[0].update(lr=0.01 / (step + 2), betas=(0.9, 0.9 + step / 100))
-
-
-@script(sgd)
-def plateau(job: Job, model: Any, optimizer: Any) -> None:
-    scheduler = optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
-    train(job, model, optimizer, after_step=lambda step: scheduler.step(1.0 + step % 2))
 
 
 def of_two_groups(model: nn.Module) -> optim.Optimizer:
@@ -143,51 +166,20 @@ def removed_group(job: Job) -> None:
     job.record_state(model)
 
 
-def two_optimizers(job: Job) -> None:
-    model = job.ddp(mlp())
-    first, *rest = model.parameters()
-    one = job.wrap(optim.Adam([first], lr=0.01), model)
-    other = job.wrap(optim.SGD(rest, lr=0.1, momentum=0.9), model)
-    for step in range(STEPS):
-        loss = backward(job, model, step)
-        one.step()
-        if step % 2:
-            other.step()
-        job.record("loss", loss)
-        one.zero_grad()
-        other.zero_grad()
-    job.record_state(model, one, other)
-
-
-def one_wrapped_of_two_optimizers(job: Job) -> None:
+def two_optimizers(job: Job, wraps_both: bool = True) -> None:
     model = job.ddp(mlp())
     first, *rest = model.parameters()
     one = job.wrap(optim.Adam([first], lr=0.01), model)
     other = optim.SGD(rest, lr=0.1, momentum=0.9)
-    train(job, model, one, after_step=lambda _: other.step(), zero_grad=model.zero_grad)
+    if wraps_both:
+        job.wrap(other, model)
+
+    def step_other(step: int) -> None:
+        if step % 2:
+            other.step()
+
+    train(job, model, one, after_step=step_other, zero_grad=model.zero_grad)
     job.record_state(model, one, other)
-
-
-def two_models(job: Job) -> None:
-    """A generator and a discriminator: each step of one runs the other as well."""
-    generator, discriminator = job.ddp(mlp()), job.ddp(nn.Sequential(nn.Linear(4, 8), nn.ReLU()))
-    one, other = (
-        job.wrap(adamw(generator), generator),
-        job.wrap(adamw(discriminator), discriminator),
-    )
-    for step in range(STEPS):
-        fake = generator(job.inputs(step))
-        other.zero_grad()
-        judged = discriminator(fake.detach()).mean() - discriminator(job.inputs(step, 4, 4)).mean()
-        judged.backward()
-        other.step()
-        one.zero_grad()
-        fooled = -discriminator(fake).mean()
-        fooled.backward()
-        one.step()
-        job.record("losses", [judged, fooled])
-    job.record_state(generator, one)
-    job.record_state(discriminator, other)
 
 
 def two_models_clipped_together(job: Job) -> None:
@@ -211,18 +203,14 @@ def two_models_of_one_optimizer(job: Job) -> None:
     encoder, head = job.ddp(mlp()), job.ddp(nn.Linear(4, 3))
     optimizer = adamw(nn.ModuleList([encoder, head]))
     job.wrap(optimizer, encoder)
-    if job.wrapped:
-        with pytest.raises(PluginError, match="AdamW is already wrapped, with another"):
-            job.wrap(optimizer, head)
-        with pytest.raises(PluginError, match="AdamW is already wrapped; unwrap"):
-            job.wrap(optimizer, encoder)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        loss = head(encoder(job.inputs(step))).square().mean()
-        loss.backward()
+    for model, said in ((head, ", with another"), (encoder, "; unwrap")) if job.wrapped else ():
+        with pytest.raises(PluginError, match=f"AdamW is already wrapped{said}"):
+            job.wrap(optimizer, model)
+
+    def clip(_: int) -> None:
         job.record("norm", nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 0.1))
-        optimizer.step()
-        job.record("loss", loss)
+
+    train(job, lambda x: head(encoder(x)), optimizer, before_step=clip)
     job.record_state(encoder, optimizer)
     job.record_state(head)
 
@@ -232,12 +220,13 @@ def parameters_outside_the_model(job: Job) -> None:
     model = job.ddp(mlp())
     temperature = nn.Parameter(torch.ones(3))
     optimizer = job.wrap(optim.Adam([*model.parameters(), temperature], lr=0.01), model)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        loss = (model(job.inputs(step)) * temperature.sum()).square().mean()
-        loss.backward()
-        optimizer.step()
-        job.record("temperature", temperature)
+    train(
+        job,
+        model,
+        optimizer,
+        loss=lambda step: (model(job.inputs(step)) * temperature.sum()).square().mean(),
+        after_step=lambda _: job.record("temperature", temperature),
+    )
     job.record_state(model, optimizer)
 
 
@@ -245,7 +234,7 @@ def parameters_outside_the_model(job: Job) -> None:
 def parameters_outside_the_optimizer(job: Job, model: Any, optimizer: Any) -> None:
     """Gradients that no optimizer consumes add up, averaged anew at every step."""
     train(job, model, optimizer)
-    job.record("gradients", [p.grad for p in model.parameters()])
+    job.record("gradients", gradients(model))
 
 
 @script(adamw, when="after_step")
@@ -256,7 +245,7 @@ def two_steps_in_a_row(job: Job, model: Any, optimizer: Any, step: int) -> None:
 @script(sgd, when="step", steps=2 * STEPS)
 def step_every_other_backward(job: Job, model: Any, optimizer: Any, step: int) -> None:
     """Without `no_sync`: what has been averaged is averaged again with what is added."""
-    model(job.inputs(step)).square().mean().backward()
+    backward(job, model, step)
     if step % 2:
         optimizer.step()
         optimizer.zero_grad()
@@ -266,7 +255,7 @@ def step_every_other_backward(job: Job, model: Any, optimizer: Any, step: int) -
 def step_skipped(job: Job, model: Any, optimizer: Any, step: int) -> None:
     """Some backwards are thrown away by every rank."""
     optimizer.zero_grad()
-    model(job.inputs(step)).square().mean().backward()
+    backward(job, model, step)
     if step not in (2, 5):
         optimizer.step()
 
@@ -289,28 +278,18 @@ def closure(job: Job, model: Any, optimizer: Any, step: int) -> None:
 def closure_that_only_looks(job: Job, model: Any, optimizer: Any, step: int) -> None:
     """Backward comes first; the closure says what the loss is, before the update."""
     optimizer.zero_grad()
-    model(job.inputs(step)).square().mean().backward()
-    loss = optimizer.step(lambda step=step: model(job.inputs(step)).square().mean())
-    job.record("loss", loss)
+    backward(job, model, step)
+    job.record("loss", optimizer.step(lambda: model(job.inputs(step)).square().mean()))
 
 
 @script(adamw, when="step", steps=2 * STEPS)
 def closure_beside_no_sync(job: Job, model: Any, optimizer: Any, step: int) -> None:
     """As trainers accumulate: the closure alone in no_sync(), and in step() for the last batch."""
-    last = step % 2 == 1
-
-    def evaluate(step: int = step, last: bool = last) -> Tensor:
-        if not last:
-            optimizer.zero_grad()
-        loss: Tensor = model(job.inputs(step)).square().mean()
-        loss.backward()
-        return loss
-
-    if last:
-        job.record("loss", optimizer.step(evaluate))
+    if step % 2:
+        job.record("loss", optimizer.step(lambda: backward(job, model, step)))
     else:
         with model.no_sync():
-            evaluate()
+            closure_of(job, model, optimizer, step)()
 
 
 def lbfgs(job: Job) -> None:
@@ -319,37 +298,6 @@ def lbfgs(job: Job) -> None:
     for _ in range(4):
         job.record("loss", optimizer.step(closure_of(job, model, optimizer, 0)))
     job.record_state(model)
-
-
-class SignDescent(optim.Optimizer):
-    """An optimizer that nobody has heard of, whose step looks at all gradients at once."""
-
-    def __init__(self, parameters: Any, lr: float) -> None:
-        super().__init__(parameters, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            used = [p for p in group["params"] if p.grad is not None]
-            scale = torch.stack([p.grad.abs().max() for p in used]).max()
-            for p in used:
-                p.add_(p.grad.sign(), alpha=-group["lr"] * float(scale))
-
-
-class CountingSGD(optim.SGD):
-    """A known optimizer with a step of its own: counters in the group, shared by all parameters."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            group["k"] = group.get("k", 0) + 1
-            group["lr"] = 0.1 / group["k"]
-        return super().step(closure)
-
-
-@script(lambda model: SignDescent(model.parameters(), lr=0.01))
-def unknown_optimizer(job: Job, model: Any, optimizer: Any) -> None:
-    train(job, model, optimizer)
 
 
 @script(lambda model: CountingSGD(model.parameters(), lr=0.1, momentum=0.9))
@@ -380,16 +328,11 @@ class Shell(optim.Optimizer):
         return self.optimizer.step(closure)
 
 
-def delegating(job: Job) -> None:
-    model = job.ddp(mlp())
-    inner = adamw(model)
+@script(adamw, wraps=False)
+def delegating(job: Job, model: Any, inner: Any) -> None:
     shell = job.wrap(Shell(inner), model)
     train(job, model, inner, steps=2)
-    for step in range(2, STEPS):
-        inner.zero_grad()
-        model(job.inputs(step)).square().mean().backward()
-        shell.step()
-    job.record_state(model, inner)
+    train(job, model, shell, first_step=2, zero_grad=inner.zero_grad)
 
 
 def beside_one_that_steps_whole(job: Job) -> None:
@@ -398,63 +341,54 @@ def beside_one_that_steps_whole(job: Job) -> None:
     whole = job.wrap(SignDescent(parameters[3:], lr=0.01), model)
     other = job.wrap(optim.AdamW(parameters[:3], lr=0.01), model)
     for step in range(STEPS):
-        other.zero_grad()
-        whole.zero_grad()
-        model(job.inputs(step)).square().mean().backward()
+        model.zero_grad()
+        backward(job, model, step)
         for optimizer in (other, whole) if step % 2 else (whole, other):
             optimizer.step()
     job.record_state(model, whole, other)
 
 
-@script(lambda model: optim.Adafactor(model.parameters(), lr=0.01))
-def adafactor(job: Job, model: Any, optimizer: Any) -> None:
-    train(job, model, optimizer)
-
-
-def step_hooks(job: Job) -> None:
+@script(sgd, wraps=False)
+def step_hooks(job: Job, model: Any, optimizer: Any) -> None:
     """The user's own hooks: how often they run, and what they see."""
-    model = job.ddp(mlp())
-    optimizer = sgd(model)
     first = next(model.parameters())
     optimizer.register_step_pre_hook(lambda *_: job.record("before", [first, first.grad]))
     optimizer.register_step_post_hook(lambda *_: job.record("after", [first, first.grad]))
     job.wrap(optimizer, model)
     optimizer.register_step_post_hook(lambda *_: job.record("last", first))
     train(job, model, optimizer)
-    job.record_state(model, optimizer)
 
 
-def hooks_that_write(job: Job) -> None:
+@script(adamw, wraps=False)
+def hooks_that_write(job: Job, model: Any, optimizer: Any) -> None:
     """The user's own hooks, there before the wrap, replace gradients and write to weights."""
-    model = job.ddp(mlp())
-    optimizer = adamw(model)
     parameters = list(model.parameters())
 
     def halve(*_: Any) -> None:
         for parameter in parameters[::2]:
             parameter.grad = parameter.grad * 0.5
 
+    @torch.no_grad()
     def shrink(*_: Any) -> None:
-        with torch.no_grad():
-            for parameter in parameters:
-                parameter.mul_(0.99)
+        for parameter in parameters:
+            parameter.mul_(0.99)
 
     optimizer.register_step_pre_hook(halve)
     optimizer.register_step_post_hook(shrink)
     job.wrap(optimizer, model)
     train(job, model, optimizer)
-    job.record_state(model, optimizer)
 
 
-def grad_scaler(job: Job, name: str) -> None:
+def grad_scaler(job: Job, name: str, device: str = "cpu") -> None:
     """`GradScaler`, with an overflow on one rank that every rank has to notice."""
     kind, arguments = SPLITTABLE[name]
     model = job.ddp(mlp())
     optimizer = job.wrap(kind(model.parameters(), **arguments), model)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+    scaler = torch.amp.GradScaler(device, init_scale=1024.0, growth_interval=2)
     for step in range(STEPS):
         optimizer.zero_grad()
-        loss = model(job.inputs(step)).square().mean()
+        with torch.autocast(device, torch.float16, enabled=device == "cuda"):
+            loss = model(job.inputs(step)).square().mean()
         if step == 3 and job.rank == 1:
             loss = loss * float("inf")
         scaler.scale(loss).backward()
@@ -467,28 +401,26 @@ def grad_scaler(job: Job, name: str) -> None:
     job.record_state(model, optimizer)
 
 
-@script(sgd, when="step")
-def sharpness_aware(job: Job, model: Any, optimizer: Any, step: int) -> None:
+@script(sgd, when="passes")
+def sharpness_aware(job: Job, model: Any, optimizer: Any, step: int) -> Tensor:
     """Two backward passes per step, at the weights and uphill from them."""
-    model(job.inputs(step)).square().mean().backward()
+    backward(job, model, step)
+    parameters = list(model.parameters())
+    uphill = [0.05 * p.grad / (p.grad.norm() + 1e-12) for p in parameters]
     with torch.no_grad():
-        uphill = [0.05 * p.grad / (p.grad.norm() + 1e-12) for p in model.parameters()]
-        for p, shift in zip(model.parameters(), uphill, strict=True):
+        for p, shift in zip(parameters, uphill, strict=True):
             p.add_(shift)
     optimizer.zero_grad()
     loss = backward(job, model, step)
     with torch.no_grad():
-        for p, shift in zip(model.parameters(), uphill, strict=True):
+        for p, shift in zip(parameters, uphill, strict=True):
             p.sub_(shift)
-    optimizer.step()
-    optimizer.zero_grad()
-    job.record("loss", loss)
+    return loss
 
 
-def step_pre_hooks(job: Job, made: str) -> None:
+@script(adamw, wraps=False)
+def step_pre_hooks(job: Job, model: Any, optimizer: Any, made: str) -> None:
     """Hooks that clip gradients and set the learning rate for the step about to be made."""
-    model = job.ddp(mlp())
-    optimizer = adamw(model)
 
     def clip(*_: Any) -> None:
         job.record("norm", nn.utils.clip_grad_norm_(model.parameters(), 0.05))
@@ -503,7 +435,6 @@ def step_pre_hooks(job: Job, made: str) -> None:
     if made == "before":
         job.wrap(optimizer, model)
     train(job, model, optimizer)
-    job.record_state(model, optimizer)
 
 
 @script(sgd)
@@ -519,15 +450,6 @@ def global_step_hooks(job: Job, model: Any, optimizer: Any) -> None:
     job.record("seen", seen)
 
 
-def communication_hook(job: Job) -> None:
-    """A hook of the user's on DDP's own buckets."""
-    model = job.ddp(mlp())
-    model.register_comm_hook(None, default_hooks.allreduce_hook)
-    optimizer = job.wrap(sgd(model), model)
-    train(job, model, optimizer)
-    job.record_state(model, optimizer)
-
-
 class Counting(TorchFunctionMode):
     """Counts the operations on lists that it sees."""
 
@@ -541,22 +463,15 @@ class Counting(TorchFunctionMode):
 
 
 @contextlib.contextmanager
-def flushing_denormals() -> Iterator[None]:
-    torch.set_flush_denormal(True)
+def switched(switch: Callable[[Any], object], on: Any, off: Any) -> Iterator[None]:
+    switch(on)
     try:
         yield
     finally:
-        torch.set_flush_denormal(False)
+        switch(off)
 
 
-@contextlib.contextmanager
-def other_default_dtype() -> Iterator[None]:
-    torch.set_default_dtype(torch.float64)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(torch.float32)
-
+other_default_dtype = partial(switched, torch.set_default_dtype, torch.float64, torch.float32)
 
 #: in which a step may be taken: what numbers depend on, and an optimizer that shows it
 SURROUNDINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], optim.Optimizer]]] = {
@@ -564,7 +479,10 @@ SURROUNDINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], optim.Optimizer
         partial(torch.autocast, "cpu", torch.bfloat16),
         lambda model: optim.Adafactor(model.parameters(), lr=0.01),
     ),
-    "denormals": (flushing_denormals, partial(sgd, lr=1e-39, momentum=0.0)),
+    "denormals": (
+        partial(switched, torch.set_flush_denormal, True, False),
+        partial(sgd, lr=1e-39, momentum=0.0),
+    ),
     "default_device": (partial(torch.device, "cpu"), adamw),
     "inference": (torch.inference_mode, sgd),
     "no_grad": (torch.no_grad, sgd),
@@ -579,33 +497,29 @@ def stepped_within(job: Job, name: str) -> None:
     optimizer = job.wrap(optimizer_of(model), model)
     for step in range(STEPS):
         optimizer.zero_grad()
-        model(job.inputs(step)).square().mean().backward()
+        backward(job, model, step)
         with around() if step else contextlib.nullcontext():
             optimizer.step()
     job.record_state(model, optimizer)
 
 
-def default_dtype_changed(job: Job) -> None:
+@script(adamw, when="step")
+def default_dtype_changed(job: Job, model: Any, optimizer: Any, step: int) -> None:
     """A state is made in the default dtype: that of ``step()``, and not what follows."""
-    model = job.ddp(mlp())
-    optimizer = job.wrap(adamw(model), model)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        model(job.inputs(step)).square().mean().backward()
-        optimizer.state.clear()
-        with other_default_dtype() if step % 2 else contextlib.nullcontext():
-            optimizer.step()
-        with other_default_dtype():
-            job.record_state(model, optimizer)
+    optimizer.zero_grad()
+    backward(job, model, step)
+    optimizer.state.clear()
+    with other_default_dtype() if step % 2 else contextlib.nullcontext():
+        optimizer.step()
+    with other_default_dtype():
+        job.record_state(model, optimizer)
 
 
-@script(partial(sgd, foreach=True))
-def mode_around_step(job: Job, model: Any, optimizer: Any) -> None:
+@script(partial(sgd, foreach=True), when="step")
+def mode_around_step(job: Job, model: Any, optimizer: Any, step: int) -> None:
     """A mode of the script's own sees the operations of the step."""
-    mode = Counting()
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        model(job.inputs(step)).square().mean().backward()
-        with mode:
-            optimizer.step()
-        job.record("seen", mode.seen)
+    optimizer.zero_grad()
+    backward(job, model, step)
+    with Counting() as mode:
+        optimizer.step()
+    job.record("seen", mode.seen)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from training import STEPS, Job, adamw, as_array, frozen, mlp, script, sgd, train
+from training import STEPS, Job, adamw, as_array, gradients, mlp, script, sgd, train
 
 
 @script(sgd)
@@ -65,33 +65,6 @@ def weights_read(job: Job, model: Any, optimizer: Any) -> None:
     train(job, model, optimizer, steps=2 * STEPS, after_step=look)
 
 
-@script(adamw, when="after_step")
-def one_weight_read(job: Job, model: Any, optimizer: Any, step: int) -> None:
-    """Reading one parameter between steps leaves the others as they were."""
-    parameters = list(model.parameters())
-    job.record("one", parameters[step % len(parameters)])
-
-
-@script(sgd)
-def metadata_read(job: Job, model: Any, optimizer: Any) -> None:
-    """Shapes, flags, identity and types look the same as ever."""
-    parameters = list(model.parameters())
-
-    def look(_: int) -> None:
-        p = parameters[0]
-        job.record("metadata", [list(p.shape), str(p.dtype), str(p.device), p.requires_grad])
-        job.record("layout", [p.is_leaf, p.ndim, p.numel(), list(p.stride()), len(p)])
-        job.record("kinds", [isinstance(p, nn.Parameter), isinstance(p, Tensor), p.grad_fn])
-        job.record(
-            "identity", [p is model.module[0].weight, p in optimizer.state, hash(p) == id(p)]
-        )
-        job.record("count", sum(p.numel() for p in model.parameters() if p.requires_grad))
-
-    train(job, model, optimizer, after_step=look)
-    job.record("types", [type(p).__name__ for p in (p.data for p in parameters)])
-    job.record("types", [type(frozen_p).__name__ for frozen_p in map(frozen, parameters)])
-
-
 @script(sgd, when="after_step")
 def weights_clipped(job: Job, model: Any, optimizer: Any, step: int) -> None:
     """Weight clipping after the step, in each of the usual spellings."""
@@ -122,65 +95,50 @@ def averaged_model(job: Job) -> None:
     model = job.ddp(mlp())
     average = AveragedModel(model.module, multi_avg_fn=get_ema_multi_avg_fn(0.9))
     optimizer = job.wrap(adamw(model), model)
-    train(
-        job,
-        model,
-        optimizer,
-        after_step=lambda _: average.update_parameters(model.module),
-    )
+    train(job, model, optimizer, after_step=lambda _: average.update_parameters(model.module))
     job.record_state(model, optimizer)
     job.record("average", average.state_dict())
 
 
-def average_by_hand(job: Job) -> None:
+def averages_by_hand(job: Job) -> None:
+    """One by one, and in lists handed to a foreach kernel, under `no_grad`."""
     model = job.ddp(mlp())
     average = copy.deepcopy(model.module)
     optimizer = job.wrap(sgd(model), model)
+    pairs = list(zip(average.parameters(), model.module.parameters(), strict=True))
 
-    def update(_: int) -> None:
-        for mean, p in zip(average.parameters(), model.module.parameters(), strict=True):
-            mean.data.mul_(0.9).add_(p.data, alpha=0.1)
+    @torch.no_grad()
+    def update(step: int) -> None:
+        if step % 2:
+            torch._foreach_lerp_([mean for mean, _ in pairs], [p for _, p in pairs], 0.1)
+        else:
+            for mean, p in pairs:
+                mean.data.mul_(0.9).add_(p.data, alpha=0.1)
 
     train(job, model, optimizer, after_step=update)
     job.record_state(model, optimizer)
     job.record("average", average.state_dict())
 
 
-def average_in_one_call(job: Job) -> None:
-    """Parameters inside lists handed to a foreach kernel, under `no_grad`."""
-    model = job.ddp(mlp())
-    average = copy.deepcopy(model.module)
-    optimizer = job.wrap(sgd(model), model)
-
-    def update(_: int) -> None:
-        with torch.no_grad():
-            torch._foreach_lerp_(list(average.parameters()), list(model.module.parameters()), 0.1)
-
-    train(job, model, optimizer, after_step=update)
-    job.record("average", average.state_dict())
-
-
-def average_compiled(job: Job) -> None:
+@script(adamw)
+def average_compiled(job: Job, model: Any, optimizer: Any) -> None:
     """A compiled function that is given pending parameters, and gradients on the wire."""
     torch._dynamo.reset()
-    model = job.ddp(mlp())
     average = [p.detach().clone() for p in model.parameters()]
-    optimizer = job.wrap(adamw(model), model)
 
     @torch.compile(backend="eager")
     def blend(means: list[Tensor], values: list[Tensor]) -> list[Tensor]:
         return [mean * 0.9 + value * 0.1 for mean, value in zip(means, values, strict=True)]
 
+    @torch.no_grad()
     def update(_: int) -> None:
-        with torch.no_grad():
-            average[:] = blend(average, list(model.parameters()))
+        average[:] = blend(average, list(model.parameters()))
 
     def norms(_: int) -> None:
-        job.record("doubled", blend(average, [p.grad for p in model.parameters()]))
+        job.record("doubled", blend(average, gradients(model)))
 
     train(job, model, optimizer, before_step=norms, after_step=update)
     job.record("average", average)
-    job.record_state(model, optimizer)
 
 
 @script(adamw, when="after_step")
@@ -203,6 +161,15 @@ def state_changed_after_step(job: Job, model: Any, optimizer: Any, step: int) ->
             state["momentum_buffer"].zero_()
 
 
+#: what is kept of an optimizer, and of its entry for a weight
+KEPT: dict[str, Callable[[Any, Any], Any]] = {
+    "entry": lambda optimizer, entry: entry,
+    "tensor": lambda optimizer, entry: entry["exp_avg"],
+    "view": lambda optimizer, entry: entry["exp_avg"][0],
+    "packed": lambda optimizer, entry: optimizer.state_dict(),
+}
+
+
 @script(adamw)
 def state_kept(job: Job, model: Any, optimizer: Any, what: str) -> None:
     """A part of ``optimizer.state`` is taken out before some steps, and read after each."""
@@ -211,23 +178,14 @@ def state_kept(job: Job, model: Any, optimizer: Any, what: str) -> None:
 
     def take(step: int) -> None:
         if step == 3:
-            entry = optimizer.state[weight]
-            kept.append({"entry": entry, "tensor": entry["exp_avg"]}.get(what))
-            if what == "view":
-                kept[0] = entry["exp_avg"][0]
-            if what == "packed":
-                kept[0] = optimizer.state_dict()
+            kept.append(KEPT[what](optimizer, optimizer.state[weight]))
         if step == 6:
             kept.clear()
 
-    train(
-        job,
-        model,
-        optimizer,
-        steps=10,
-        before_step=take,
-        after_step=lambda step: job.record(f"kept {step}", kept),
-    )
+    def look(step: int) -> None:
+        job.record(f"kept {step}", kept)
+
+    train(job, model, optimizer, steps=10, before_step=take, after_step=look)
 
 
 @script(adamw, when="after_step")
@@ -359,16 +317,6 @@ def evaluated(job: Job, model: Any, optimizer: Any, step: int) -> None:
     with torch.inference_mode() if step % 4 < 2 else torch.no_grad():
         job.record("evaluated", (model if step % 3 else model.module)(job.inputs(step + 100)))
     model.train()
-
-
-@script(sgd)
-def unwrapped_in_the_middle(job: Job, model: Any, optimizer: Any) -> None:
-    """Some steps with, some without, on the same objects."""
-    train(job, model, optimizer, steps=3)
-    job.unwrap(optimizer)
-    train(job, model, optimizer, steps=3, first_step=3)
-    job.wrap(optimizer, model)
-    train(job, model, optimizer, first_step=6)
 
 
 PROGRAMS: dict[str, Callable[[nn.Module, Tensor], Any]] = {

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import warnings
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -15,6 +14,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from raised import raised
 from rank_worker import resolve
 from scripts_models import Branching
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
-from training import Job, adamw, listening, script, sgd, train
+from training import Job, adamw, backward, gradients, listening, script, sgd, train
 
 from bytesched.errors import PluginError
 from bytesched.plugins.c10d import ddp as ddps
@@ -36,17 +36,6 @@ def layers(count: int = 4) -> nn.Sequential:
     return nn.Sequential(*(layer for pair in pairs for layer in pair), nn.Linear(8, 8))
 
 
-def backward(called: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """A loss, whose gradients are on their way."""
-    loss = called(x).square().mean()
-    loss.backward()
-    return loss
-
-
-def gradients(model: nn.Module) -> list[Tensor | None]:
-    return [parameter.grad for parameter in model.parameters()]
-
-
 def reduced_if(model: Any, is_reduced: bool) -> Any:
     return contextlib.nullcontext() if is_reduced else model.no_sync()
 
@@ -58,7 +47,7 @@ def reduced_if(model: Any, is_reduced: bool) -> Any:
 def called_around(job: Job, model: Any, optimizer: Any, step: int) -> None:
     """Two of three passes go around DDP, whose gradients stay this rank's own."""
     optimizer.zero_grad()
-    job.record("loss", backward(model.module if step % 3 else model, job.inputs(step)))
+    job.record("loss", backward(job, model.module if step % 3 else model, step))
     optimizer.step()
     job.record("gradients", gradients(model))
 
@@ -67,7 +56,7 @@ def called_around(job: Job, model: Any, optimizer: Any, step: int) -> None:
 def probed_everywhere(job: Job, model: Any, optimizer: Any, step: int) -> None:
     """A batch through the module after each step, for the squares of its gradients."""
     optimizer.zero_grad()
-    backward(model.module, job.inputs(50 + step))
+    backward(job, model.module, 50 + step)
     job.record("squares", [p.grad.square().sum() for p in model.parameters()])
 
 
@@ -75,20 +64,19 @@ def probed_everywhere(job: Job, model: Any, optimizer: Any, step: int) -> None:
 def probed_before_the_step(job: Job, model: Any, optimizer: Any, step: int) -> None:
     """The same between backward() and step(), so that both gradients are added up."""
     if step % 2:
-        backward(model.module, job.inputs(50 + step))
+        backward(job, model.module, 50 + step)
 
 
 @script(adamw, layers, when="step", steps=STEPS)
 def attacked(job: Job, model: Any, optimizer: Any, step: int) -> None:
     """Inputs that two passes around DDP have made worse."""
-    x = job.inputs(step)
+    x: Any = job.inputs(step)
     for _ in range(2):
         x = x.detach().requires_grad_()
-        backward(model.module, x)
-        assert x.grad is not None
+        model.module(x).square().mean().backward()
         x = x + 0.1 * x.grad.sign()
     optimizer.zero_grad()
-    job.record("loss", backward(model, x.detach()))
+    model(x.detach()).square().mean().backward()
     optimizer.step()
 
 
@@ -110,30 +98,22 @@ def forward_called(job: Job, model: Any, optimizer: Any, step: int, mixed: bool)
     """DDP's forward() by its name, with accumulation."""
     is_last = step % 3 == 2
     with reduced_if(model, is_last):
-        job.record(
-            "loss", backward(model if mixed and step % 2 == 0 else model.forward, job.inputs(step))
-        )
-    if not is_last and step < 9:
-        job.record("own gradients", gradients(model))
+        called = model if mixed and step % 2 == 0 else model.forward
+        job.record("loss", backward(job, called, step))
     if is_last:
         optimizer.step()
         optimizer.zero_grad()
+    elif step < 9:
+        job.record("own gradients", gradients(model))
 
 
-@script(adamw, layers)
-def forward_called_each_time(job: Job, model: Any, optimizer: Any) -> None:
-    train(job, model.forward, optimizer, steps=STEPS)
-
-
-@script(sgd, layers, when="step", steps=STEPS)
+@script(sgd, layers, when="passes", steps=STEPS)
 def forward_for_a_look(job: Job, model: Any, optimizer: Any, step: int) -> None:
-    """A forward pass after each step that no backward pass follows, and then accumulation."""
-    with model.no_sync():
-        backward(model, job.inputs(100 + step))
-    job.record("loss", backward(model, job.inputs(step)))
-    optimizer.step()
-    optimizer.zero_grad()
+    """A forward pass before each step that no backward pass follows, and then accumulation."""
     job.record("looked", model(job.inputs(200 + step)).argmax(-1))
+    with model.no_sync():
+        backward(job, model, 100 + step)
+    job.record("loss", backward(job, model, step))
 
 
 @script(sgd, layers, when="step", steps=STEPS)
@@ -155,17 +135,13 @@ def two_backwards(job: Job, model: Any, optimizer: Any, step: int) -> None:
     job.record("output", output)
 
 
-@script(adamw, layers, when="step", steps=STEPS)
-def several_forwards(job: Job, model: Any, optimizer: Any, step: int) -> None:
+@script(adamw, layers, when="loss", steps=STEPS)
+def several_forwards(job: Job, model: Any, optimizer: Any, step: int) -> Any:
     """Three forward passes, one of them without DDP's sums, and one backward pass."""
     with reduced_if(model, step % 2 == 0):
         output = model(job.inputs(step))
     output = output + model(job.inputs(100 + step)) * model(job.inputs(200 + step))
-    loss = output.square().mean()
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    job.record("loss", loss)
+    return output.square().mean()
 
 
 class Normalised(nn.Module):
@@ -194,7 +170,7 @@ def accumulated_with(job: Job, what: str) -> None:
             if what == "unused":
                 module.turn = "left" if micro == 0 else "right"
             with reduced_if(model, is_last):
-                backward(model, job.inputs(10 * step + micro))
+                backward(job, model, 10 * step + micro)
         job.record("gradients", gradients(model))
         optimizer.step()
         optimizer.zero_grad(set_to_none=step % 2 == 0)
@@ -253,45 +229,27 @@ def checkpointed_twice_later(kind: type[Job]) -> str:
     job = kind(wrapped=True)
     model: Any = job.ddp(Recomputed())
     optimizer = job.wrap(sgd(model), model)
-    said = ""
-    for step in range(STEPS):
-        model.module.times = 1 if step < 5 else 2
-        optimizer.zero_grad()
-        try:
-            backward(model, job.inputs(step))
-        except PluginError as error:
-            said = f"step {step}: {error}"
-            break
-        optimizer.step()
-    with contextlib.suppress(PluginError):
-        job.close()
+    model.module.times = 1
+    train(job, model, optimizer, steps=5)
+    model.module.times = 2
+    said = raised(lambda: train(job, model, optimizer, first_step=5), PluginError)
+    raised(job.close, PluginError)
     return said
 
 
 # -- whose gradients -----------------------------------------------------------------------
 
 
-def frozen_at_wrap(job: Job) -> None:
-    """A layer that DDP averages is frozen when it is wrapped, and thawed later."""
+def frozen(job: Job, averaged: bool, when: str) -> None:
+    """A layer that DDP averages or not, as it was when DDP was made, is frozen until later."""
     module = layers()
-    model = job.ddp(module, find_unused_parameters=True)
-    module[2].requires_grad_(False)
+    module[2].requires_grad_(averaged)
+    model = job.ddp(module, find_unused_parameters=averaged)
+    module[2].requires_grad_(when == "before wrap")
     optimizer = job.wrap(adamw(model), model)
     train(job, model, optimizer, steps=4)
     module[2].requires_grad_(True)
     train(job, model, optimizer, steps=STEPS, first_step=4)
-    job.record("gradients", gradients(model))
-    job.record_state(model, optimizer)
-
-
-def thawed_before_wrap(job: Job) -> None:
-    """A layer that DDP does not average, as it was frozen when DDP was made."""
-    module = layers()
-    module[2].requires_grad_(False)
-    model = job.ddp(module)
-    module[2].requires_grad_(True)
-    optimizer = job.wrap(adamw(model), model)
-    train(job, model, optimizer, steps=STEPS)
     job.record("gradients", gradients(model))
     job.record_state(model, optimizer)
 
@@ -316,10 +274,8 @@ def shared_encoder(job: Job, stepped: str) -> None:
     one = job.ddp(Headed(encoder, 1))
     other = job.ddp(Headed(encoder, 4, detached=is_detached), find_unused_parameters=is_detached)
     of_other = other.module if stepped == "by both" else other.module.head
-    trained = [
-        (one, job.wrap(sgd(one) if stepped == "by both" else adamw(one), one)),
-        (other, job.wrap(sgd(of_other) if stepped == "by both" else adamw(of_other), other)),
-    ]
+    make: Any = sgd if stepped == "by both" else adamw
+    trained = [(one, job.wrap(make(one), one)), (other, job.wrap(make(of_other), other))]
     for step in range(STEPS):
         for model, optimizer in trained:
             loss = model(job.inputs(step)).square().mean()
@@ -343,14 +299,21 @@ def nested(job: Job) -> None:
     job.record_state(model, optimizer)
 
 
-def rewrapped(job: Job, kept: bool) -> None:
-    """After some steps the model comes into a new DDP, and gets a new optimizer."""
+def rewrapped(job: Job, old: str) -> None:
+    """After some steps the model, now all of it, comes into a new DDP, and gets a new optimizer.
+
+    The old ones are "kept", "dropped" or "unwrapped".
+    """
     module = layers()
+    module[0].requires_grad_(old != "unwrapped")
     first = job.ddp(module)
     optimizer = job.wrap(adamw(first), first)
     train(job, first, optimizer, steps=STEPS)
     saved = copy.deepcopy(module.state_dict())
-    if not kept:
+    if old == "unwrapped":
+        job.unwrap(optimizer)
+        module[0].requires_grad_(True)
+    elif old == "dropped":
         del first
         job.drop()
         job.kept.clear()
@@ -362,7 +325,11 @@ def rewrapped(job: Job, kept: bool) -> None:
 
 
 def own_group(job: Job) -> None:
-    model = job.ddp(layers(), process_group=dist.new_group(list(range(dist.get_world_size()))))
+    """Of all; four ranks are two trainings side by side, each of two."""
+    world = list(range(dist.get_world_size()))
+    groups = [world[:2], world[2:]] if len(world) == 4 else [world]
+    group = [dist.new_group(ranks) for ranks in groups][job.rank // 2 if len(groups) > 1 else 0]
+    model = job.ddp(layers(), process_group=group)
     optimizer = job.wrap(adamw(model), model)
     train(job, model, optimizer, steps=STEPS)
     job.record_state(model, optimizer)
@@ -378,30 +345,26 @@ def squares(parameters: Iterable[Tensor]) -> Any:
 @script(adamw, layers)
 def regularised_beside(job: Job, model: Any, optimizer: Any, to_none: bool) -> None:
     """Between backward() and step(), of the weights alone."""
-    train(
-        job,
-        model,
-        optimizer,
-        steps=STEPS,
-        before_step=lambda _: squares(model.module.parameters()).backward(),
-        zero_grad=partial(optimizer.zero_grad, set_to_none=to_none),
-    )
+
+    def regularise(_: int) -> None:
+        squares(model.module.parameters()).backward()
+
+    zero_grad = partial(optimizer.zero_grad, set_to_none=to_none)
+    train(job, model, optimizer, steps=STEPS, before_step=regularise, zero_grad=zero_grad)
 
 
 @script(adamw, layers, when="before_step", steps=STEPS)
 def submodule_beside(job: Job, model: Any, optimizer: Any, step: int) -> None:
     """Between backward() and step(), of one layer, called by itself."""
-    backward(model.module[4], job.inputs(50 + step))
+    backward(job, model.module[4], 50 + step)
 
 
-@script(partial(sgd, momentum=0.0), layers, when="step", steps=STEPS)
+@script(partial(sgd, momentum=0.0), layers, when="passes", steps=STEPS)
 def built_before_and_run_after(job: Job, model: Any, optimizer: Any, step: int) -> None:
     """A graph of the weights from before the forward pass, run when gradients are under way."""
     penalty = squares(model.module.parameters())
-    job.record("loss", backward(model, job.inputs(step)))
+    job.record("loss", backward(job, model, step))
     penalty.backward()
-    optimizer.step()
-    optimizer.zero_grad()
 
 
 @script(adamw, layers)
@@ -418,9 +381,9 @@ def grad_taken_beside(job: Job, model: Any, optimizer: Any) -> None:
 # -- settings that change ------------------------------------------------------------------
 
 
-@script(adamw, layers)
+@script(adamw, layers, wraps=False)
 def hook_registered(job: Job, model: Any, optimizer: Any, kind: str, first: int) -> None:
-    """After ``first`` steps under wrap: DDP compresses from then on."""
+    """After ``first`` steps under wrap, or before it if negative: DDP compresses from then on."""
     calls: list[int] = []
 
     # DDP looks at annotations, which are texts in this file.
@@ -428,13 +391,17 @@ def hook_registered(job: Job, model: Any, optimizer: Any, kind: str, first: int)
         calls.append(bucket.index())
         return fp16_compress_hook(state, bucket)
 
-    train(job, model, optimizer, steps=first)
+    if first >= 0:
+        job.wrap(optimizer, model)
+        train(job, model, optimizer, steps=first)
     if kind == "builtin":
         c10d: Any = dist
         model._register_builtin_comm_hook(c10d.BuiltinCommHookType.FP16_COMPRESS)
     else:
         model.register_comm_hook(None, hook)
-    train(job, model, optimizer, steps=STEPS, first_step=first)
+    if first < 0:
+        job.wrap(optimizer, model)
+    train(job, model, optimizer, steps=STEPS, first_step=10)
     # How often depends on the buckets, of which a new reducer has others in its first round.
     job.record("was called", bool(calls) or kind == "builtin")
 
@@ -450,26 +417,22 @@ def in_a_context(job: Job, first: int) -> None:
     job.record_state(model, optimizer)
 
 
-def unwrapped_and_wrapped(job: Job) -> None:
-    model = job.ddp(layers())
-    optimizer = sgd(model)
+@script(sgd, layers, wraps=False)
+def unwrapped_and_wrapped(job: Job, model: Any, optimizer: Any) -> None:
     for turn in range(3):
         job.wrap(optimizer, model)
         train(job, model, optimizer, steps=STEPS, first_step=2 * turn * STEPS)
         job.unwrap(optimizer)
         job.record("gradients", gradients(model))
         train(job, model, optimizer, steps=3, first_step=(2 * turn + 1) * STEPS)
-    job.record_state(model, optimizer)
 
 
-def wrapped_in_the_middle(job: Job, to_none: bool) -> None:
-    model = job.ddp(layers())
-    optimizer = sgd(model)
+@script(sgd, layers, wraps=False)
+def wrapped_in_the_middle(job: Job, model: Any, optimizer: Any, to_none: bool) -> None:
     zero_grad = partial(optimizer.zero_grad, set_to_none=to_none)
     train(job, model, optimizer, steps=3, zero_grad=zero_grad)
     job.wrap(optimizer, model)
     train(job, model, optimizer, steps=STEPS, first_step=3, zero_grad=zero_grad)
-    job.record_state(model, optimizer)
 
 
 def optimizer_for_each_phase(job: Job, kept: bool) -> None:
@@ -486,24 +449,6 @@ def optimizer_for_each_phase(job: Job, kept: bool) -> None:
 
 
 # -- gradients -----------------------------------------------------------------------------
-
-
-@script(sgd, layers)
-def gradients_kept(job: Job, model: Any, optimizer: Any, to_none: bool) -> None:
-    """References to gradients of the round before are read in the next one.
-
-    With views, in plain DDP too, they have become that round's.
-    """
-    kept: list[Tensor | None] = []
-
-    def keep(step: int) -> None:
-        if step % 2:
-            job.record("kept", kept)
-        kept[:] = gradients(model)
-
-    zero_grad = partial(optimizer.zero_grad, set_to_none=to_none)
-    train(job, model, optimizer, steps=STEPS, before_step=keep, zero_grad=zero_grad)
-    job.record("kept", kept)
 
 
 @script(adamw, layers)
@@ -540,16 +485,14 @@ def complex_numbers(job: Job, model: Any, optimizer: Any) -> None:
     train(job, model, optimizer, steps=STEPS)
 
 
-@script(sgd, Waves, when="step", steps=STEPS)
+@script(sgd, Waves, when="passes", steps=STEPS)
 def complex_and_accumulated(job: Job, model: Any, optimizer: Any, step: int) -> None:
     """Every other pass under `no_sync`, and real gradients are clipped."""
     for micro in range(2):
         with reduced_if(model, micro == 1):
-            backward(model, job.inputs(2 * step + micro))
+            backward(job, model, 2 * step + micro)
     clip_grad_norm_(model.module.front.parameters(), 0.1)
     job.record("gradients", gradients(model))
-    optimizer.step()
-    optimizer.zero_grad()
 
 
 @script(adamw, layers, when="after_step", steps=STEPS)
@@ -557,7 +500,7 @@ def ddp_copied_each_step(job: Job, model: Any, optimizer: Any, step: int) -> Non
     """DDP itself, whose copy reduces on its own."""
     if step % 2:
         twin = copy.deepcopy(model)
-        backward(twin, job.inputs(50 + step))
+        backward(job, twin, 50 + step)
         job.record("gradients of a copy", gradients(twin))
 
 
@@ -610,40 +553,21 @@ def joined(job: Job, finds_unused: bool, first: int) -> None:
 # -- compiled ------------------------------------------------------------------------------
 
 
-def compiled(job: Job, when: str) -> None:
-    """DDP is compiled, before it is wrapped or after, and it is DDP that is wrapped."""
-    from torch._dynamo.utils import counters
-
-    torch._dynamo.reset()
-    counters.clear()
-    module: nn.Module = layers(2)
-    if when == "inside":
-        module = torch.compile(module, backend="aot_eager")  # type: ignore[assignment]
-    # The compiler takes no first bucket that is larger than the others.
-    model = called = job.ddp(module, bucket_cap_mb=1)
-    if when == "before":
-        called = torch.compile(model, backend="aot_eager")
-    optimizer = job.wrap(adamw(model), model)
-    if when == "after":
-        called = torch.compile(model, backend="aot_eager")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        train(job, called, optimizer, steps=STEPS)
-    job.record("is compiled", counters["stats"]["unique_graphs"] > 0)
-    job.record_state(model, optimizer)
-
-
 def strides_change(job_of: Callable[..., Job]) -> tuple[list[float], str]:
     """The weights after training in which the module changes its memory format, and the reason."""
     job = job_of(wrapped=True)
     model = job.ddp(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3)))
-    optimizer = job.wrap(torch.optim.SGD(model.parameters(), lr=0.05), model)
-    for step in range(12):
-        if step == 5:
-            model.to(memory_format=torch.channels_last)
-        optimizer.zero_grad()
-        backward(model, job.inputs(step, 2, 3, 8, 8))
-        optimizer.step()
+    optimizer = job.wrap(sgd(model, lr=0.05, momentum=0.0), model)
+    for steps, first in ((5, 0), (7, 5)):
+        train(
+            job,
+            model,
+            optimizer,
+            steps=steps,
+            first_step=first,
+            inputs=lambda step: job.inputs(step, 2, 3, 8, 8),
+        )
+        model.to(memory_format=torch.channels_last)
     job.close()
     weights = [float(x) for parameter in model.parameters() for x in parameter.detach().flatten()]
     return weights, str(job.stats["reason"])

@@ -7,14 +7,15 @@ import copy
 import gc
 import io
 import time
-import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from raised import raised
 from scripts_reading import in_child
+from scripts_split import of_first_twice
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
@@ -24,7 +25,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile, schedule
-from training import STEPS, Job, adamw, closure_of, mlp, script, sgd, train
+from training import STEPS, Job, adamw, backward, closure_of, gradients, mlp, script, sgd, train
 
 import bytesched
 
@@ -35,19 +36,18 @@ def uneven() -> nn.Sequential:
 
 
 @contextlib.contextmanager
-def sharded(steps: int, module: Callable[[], nn.Module] = mlp) -> Iterator[tuple[Job, Any, Any]]:
+def sharded(
+    steps: int,
+    module: Callable[[], nn.Module] = mlp,
+    make: Callable[..., Any] = adamw,
+    inputs: Callable[[int], torch.Tensor] | None = None,
+) -> Iterator[tuple[Job, Any, Any]]:
     """A job whose updates are sharded, its model and optimizer, after so many steps."""
     with contextlib.closing(Job(wrapped=True, shard=True)) as job:
         model = job.ddp(module())
-        optimizer = job.wrap(adamw(model), model)
-        train(job, model, optimizer, steps=steps)
+        optimizer = job.wrap(make(model), model)
+        train(job, model, optimizer, steps=steps, inputs=inputs)
         yield job, model, optimizer
-
-
-def backward(job: Job, model: Any, optimizer: Any, step: int) -> None:
-    """Its gradients are on their way."""
-    optimizer.zero_grad()
-    model(job.inputs(step)).square().mean().backward()
 
 
 def entries_held() -> set[int]:
@@ -65,19 +65,17 @@ def entries_held() -> set[int]:
 def unwrapped_before_step(job: Job, model: Any, optimizer: Any) -> None:
     """The step that a plain optimizer takes is that of whole gradients."""
     train(job, model, optimizer, steps=2)
-    optimizer.zero_grad()
-    model(job.inputs(2)).square().mean().backward()
+    closure_of(job, model, optimizer, 2)()
     nn.utils.clip_grad_norm_(model.parameters(), 0.05)
     job.unwrap(optimizer)
-    job.record("gradients", [p.grad for p in model.parameters()])
+    job.record("gradients", gradients(model))
     optimizer.step()
     train(job, model, optimizer, steps=1, first_step=3)
 
 
-def hooked_last(job: Job, crosses: bool = True) -> None:
+@script(adamw, uneven)
+def hooked_last(job: Job, model: Any, optimizer: Any) -> None:
     """Hooks that are registered in front of a step, and so run after ours, change gradients."""
-    model = job.ddp(uneven())
-    optimizer = job.wrap(adamw(model), model, cross_barrier=crosses)
     parameters = list(model.parameters())
 
     def clip() -> None:
@@ -97,46 +95,32 @@ def hooked_last(job: Job, crosses: bool = True) -> None:
         job.record("gradients", [float(p.grad.numpy().sum()) for p in parameters])
 
     for step, change in enumerate([clip, halve, replace, read, replace, clip]):
-        optimizer.zero_grad()
-        model(job.inputs(step)).square().mean().backward()
+        closure_of(job, model, optimizer, step)()
         hook = optimizer.register_step_pre_hook(lambda *_, change=change: change())
         optimizer.step()
         hook.remove()
-    job.record_state(model, optimizer)
 
 
-def all_in_closures(job: Job, crosses: bool = True) -> None:
+@script(adamw, uneven, when="step")
+def all_in_closures(job: Job, model: Any, optimizer: Any, step: int) -> None:
     """All of training is in closures, some of them after a hook that runs after ours."""
-    model = job.ddp(uneven())
-    optimizer = job.wrap(adamw(model), model, cross_barrier=crosses)
-
-    for step in range(STEPS):
-        if step % 3 == 0:
-            optimizer.register_step_pre_hook(lambda *_: None)
-        job.record("loss", optimizer.step(closure_of(job, model, optimizer, step)))
-    job.record_state(model, optimizer)
-
-
-def front_and_rest(job: Job, **fields: Any) -> tuple[Any, Any, Any, Any]:
-    """A model, its first layer, and an optimizer for that and one for the rest."""
-    model = job.ddp(uneven())
-    front, *rest = model.module
-    one = job.wrap(adamw(front), model, **fields)
-    parameters = [p for part in rest for p in part.parameters()]
-    return model, front, one, job.wrap(torch.optim.SGD(parameters, lr=0.1), model, **fields)
+    if step % 3 == 0:
+        optimizer.register_step_pre_hook(lambda *_: None)
+    job.record("loss", optimizer.step(closure_of(job, model, optimizer, step)))
 
 
 def asked_between_steps(job: Job) -> None:
     """Of two optimizers, rank 1 reads what one has updated before it steps the other."""
-    model, front, one, other = front_and_rest(job)
+    model = job.ddp(uneven())
+    front, *rest = model.module
+    one = job.wrap(adamw(front), model)
+    other = job.wrap(sgd(nn.ModuleList(rest), momentum=0.0), model)
     for step in range(STEPS):
         model.zero_grad()
-        model(job.inputs(step)).square().mean().backward()
+        backward(job, model, step)
         one.step()
-        if job.rank == 1 and step % 2:
-            job.record("weight", front.weight)
-        elif job.rank == 1:
-            job.record("state", one.state_dict())
+        if job.rank == 1:
+            job.record("seen", front.weight if step % 2 else one.state_dict())
         other.step()
     job.record_state(model, one, other)
 
@@ -154,7 +138,7 @@ def read_after_step(job: Job, model: Any, optimizer: Any, step: int) -> None:
     """Gradients are what the optimizer has taken, with all changes, and backward adds to them."""
     if step % 3 == 0:
         optimizer.zero_grad(set_to_none=step % 2 == 0)
-    model(job.inputs(step)).square().mean().backward()
+    backward(job, model, step)
     nn.utils.clip_grad_value_(model.parameters(), 0.001)
     optimizer.step()
     if step % 2:
@@ -163,45 +147,33 @@ def read_after_step(job: Job, model: Any, optimizer: Any, step: int) -> None:
 
 def read_by_one_rank() -> str:
     """What is raised on this rank where rank 0 alone reads a gradient."""
-    job = Job(wrapped=True, shard=True)
-    model = job.ddp(mlp())
-    optimizer = job.wrap(adamw(model), model)
-    train(job, model, optimizer, steps=2)
+    said = ""
+    with contextlib.suppress(bytesched.BytesschedError), sharded(2) as (job, model, optimizer):
 
-    def read() -> None:
-        backward(job, model, optimizer, 2)
-        if job.rank == 0:
-            float(model.module[0].weight.grad.numpy().sum())
-        optimizer.step()
+        def read() -> None:
+            closure_of(job, model, optimizer, 2)()
+            if job.rank == 0:
+                float(model.module[0].weight.grad.numpy().sum())
+            optimizer.step()
 
-    said = raised(read, bytesched.MismatchError)
-    with contextlib.suppress(bytesched.BytesschedError):
-        job.close()
+        said = raised(read, bytesched.MismatchError)
     return said
 
 
 def asked_when_others_have_let_go() -> int:
     """How many entries the first rank gets, which asks when the others have no optimizer left."""
-    job = Job(wrapped=True, shard=True)
-    model = job.ddp(mlp())
-    optimizer = job.wrap(adamw(model), model)
-    train(job, model, optimizer, steps=3)
-    found = len(optimizer.state_dict()["state"]) if job.rank == 0 else 0
-    job.drop()
+    with sharded(3) as (job, _, optimizer):
+        found = len(optimizer.state_dict()["state"]) if job.rank == 0 else 0
+        job.drop()
     return found
 
 
 def dropped_before_barriers() -> int:
     """How many models were trained, and let go of, before the ranks met."""
-
-    def train_one() -> None:
-        job = Job(wrapped=True, shard=True)
-        model = job.ddp(mlp())
-        train(job, model, job.wrap(adamw(model), model), steps=2)
-        job.drop()
-
     for _ in range(5):
-        train_one()
+        with sharded(2) as (job, *_):
+            job.drop()
+        del job, _
         gc.collect()
         dist.barrier()
     return 5
@@ -210,7 +182,7 @@ def dropped_before_barriers() -> int:
 def gradients_in_a_child() -> str:
     """What a forked child raises that reads gradients which are on their way."""
     with sharded(2) as (job, model, optimizer):
-        backward(job, model, optimizer, 2)
+        closure_of(job, model, optimizer, 2)()
 
         def look() -> str:
             return raised(lambda: model.module[0].weight.grad.sum(), bytesched.PluginError)
@@ -331,14 +303,9 @@ class Averaging(torch.optim.SGD):
 
 def state_of_others() -> dict[str, str]:
     """What uses of the optimizer's state raise where other ranks have a part of it."""
-    found = {}
-    job = Job(wrapped=True, shard=True)
-    with contextlib.closing(job):
-        model = job.ddp(mlp())
-        optimizer = job.wrap(Averaging(model.parameters(), lr=0.1), model)
-        train(job, model, optimizer, steps=2)
+    make = lambda model: Averaging(model.parameters(), lr=0.1)  # noqa: E731
+    with sharded(2, make=make) as (_, model, optimizer):
         own = [p for p in model.parameters() if dict.get(optimizer.state, p)]
-        found["own"] = str([list(optimizer.state[p]) for p in own])
         (foreign, *_) = [p for p in model.parameters() if all(p is not q for q in own)]
         uses: dict[str, Callable[[], object]] = {
             "eval": optimizer.eval,
@@ -347,6 +314,7 @@ def state_of_others() -> dict[str, str]:
             "written": lambda: optimizer.state.setdefault(foreign, {}),
             "all": lambda: [*optimizer.state.values()],
         }
+        found = {"own": str([list(optimizer.state[p]) for p in own])}
         found |= {name: raised(use, bytesched.PluginError) for name, use in uses.items()}
     return found
 
@@ -436,40 +404,10 @@ def profiled(job: Job, model: Any, optimizer: Any) -> None:
             model,
             optimizer,
             steps=20,
-            inputs=lambda step: torch.randn(8, 32, generator=_seeded(100 * step + job.rank)),
+            inputs=lambda step: job.inputs(step, 8, 32),
             before_step=clip,
             after_step=lambda _: profiler.step(),
         )
-
-
-def _seeded(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
-def held_and_read_when_unused(job: Job) -> None:
-    """What a layer got in an earlier backward pass is read after one that has not used it."""
-    torch.manual_seed(4)
-    both = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)])
-
-    class Some(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = both
-
-        def forward(self, x: torch.Tensor, *, of: int) -> torch.Tensor:
-            for layer in self.layers[:of]:
-                x = layer(x)
-            return x
-
-    model = job.ddp(Some(), find_unused_parameters=True)
-    optimizer = job.wrap(adamw(model), model)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        for of in (3, 1 + step % 3):
-            model(job.inputs(step)[:, :8], of=of).square().mean().backward()
-        job.record(f"gradients {step}", [p.grad.clone() for p in model.parameters()])
-        optimizer.step()
-    job.record_state(model, optimizer)
 
 
 class Tied(nn.Module):
@@ -501,17 +439,17 @@ def cut_and_tied(job: Job) -> None:
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=2)
 
-    def words(step: int) -> torch.Tensor:
+    def loss_of(step: int) -> Any:
         generator = torch.Generator().manual_seed(100 * job.rank + step)
-        return torch.randint(301, (3, 4), generator=generator)
+        return model(torch.randint(301, (3, 4), generator=generator)).square().mean()
 
     for step in range(STEPS):
         if step == 3:
             optimizer.add_param_group({"params": late, "lr": 0.1})
         optimizer.zero_grad()
         with model.no_sync():
-            scaler.scale(model(words(step)).square().mean()).backward()
-        loss = model(words(step + 50)).square().mean()
+            scaler.scale(loss_of(step)).backward()
+        loss = loss_of(step + 50)
         scaler.scale(loss).backward()
         if step % 2:
             scaler.unscale_(optimizer)
@@ -519,10 +457,9 @@ def cut_and_tied(job: Job) -> None:
         scaler.step(optimizer)
         scaler.update()
         schedule.step()
-        job.record(f"loss {step}", loss)
+        job.record(f"loss {step}", [loss, scaler.get_scale()])
         if step == 4:
             job.record("optimizer", optimizer.state_dict())
-    job.record("scale", scaler.get_scale())
     job.record_state(model, optimizer)
 
 
@@ -541,11 +478,7 @@ def of_channels() -> nn.Sequential:
 
 def shards_saved(path: str) -> None:
     """Saves shards on every rank, and the whole state on one."""
-    job = Job(wrapped=True, shard=True)
-    with contextlib.closing(job):
-        model = job.ddp(of_channels())
-        optimizer = job.wrap(adamw(model), model)
-        train(job, model, optimizer, steps=3, inputs=pictures)
+    with sharded(3, of_channels, inputs=pictures) as (job, _, optimizer):
         save({"optimizer": bytesched.sharded_state(optimizer)}, checkpoint_id=path)
         if job.rank == 0:
             torch.save(optimizer.state_dict(), f"{path}/whole.pt")
@@ -553,11 +486,7 @@ def shards_saved(path: str) -> None:
 
 def shards_loaded(path: str) -> dict[str, Any]:
     """What another number of ranks has, after two steps of its own, when it has loaded them."""
-    job = Job(wrapped=True, shard=True)
-    with contextlib.closing(job):
-        model = job.ddp(of_channels())
-        optimizer = job.wrap(adamw(model, lr=0.5), model)
-        train(job, model, optimizer, steps=2, inputs=pictures)
+    with sharded(2, of_channels, partial(adamw, lr=0.5), pictures) as (*_, optimizer):
         load({"optimizer": bytesched.sharded_state(optimizer)}, checkpoint_id=path)
         state: dict[str, Any] = optimizer.state_dict()
     return state
@@ -576,34 +505,24 @@ def shards_loaded_plain(path: str) -> dict[str, Any]:
 
 def refusals() -> dict[str, str]:
     """What is raised for uses that a sharded update does not have, with its message."""
-    job = Job(wrapped=True, shard=True)
     found: dict[str, str] = {}
 
     def note(what: str, use: Callable[[], object]) -> None:
         found[what] = raised(use)
 
-    with contextlib.closing(job):
-        model = job.ddp(uneven())
-        front, *rest = model.module
-        last = rest.pop()
-        parameters = [p for part in (front, *rest) for p in part.parameters()]
-        optimizer = job.wrap(torch.optim.AdamW(parameters, lr=0.01), model)
+    with sharded(0, uneven, lambda model: adamw(model.module[:-1])) as (job, model, optimizer):
         note("early shards", lambda: bytesched.sharded_state(optimizer).state_dict())
         train(job, model, optimizer, steps=2)
-        note("late optimizer", lambda: bytesched.wrap(sgd(last), model))
+        note("late optimizer", lambda: bytesched.wrap(sgd(model.module[-1]), model))
         bytesched.flush(optimizer)
-        outside = nn.Parameter(torch.zeros(3))
-        optimizer.add_param_group({"params": [outside]})
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
         note("nameless shards", lambda: bytesched.sharded_state(optimizer).state_dict())
         weight = model.module[2].weight
         weight.data = weight.data.t().contiguous().t()
         note("other strides", lambda: train(job, model, optimizer, steps=1))
     other = DistributedDataParallel(mlp())
     note("lbfgs", lambda: bytesched.wrap(torch.optim.LBFGS(other.parameters()), other, shard=True))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        twice = torch.optim.SGD([next(other.parameters()), *other.parameters()], lr=0.1)
-    note("named twice", lambda: bytesched.wrap(twice, other, shard=True))
+    note("named twice", lambda: bytesched.wrap(of_first_twice(other), other, shard=True))
     first, second = nn.Linear(4, 4), nn.Linear(4, 4)
     second.weight = nn.Parameter(first.weight.data)
     over = DistributedDataParallel(nn.Sequential(first, second))

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from raised import raised
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
-from training import STEPS, Job, adamw, mlp, script, sgd, train
+from training import STEPS, Job, adamw, backward, closure_of, mlp, script, sgd, train
 
 from bytesched.errors import PluginError
 
@@ -28,57 +29,49 @@ def norm_of_kind(job: Job, model: Any, optimizer: Any, step: int, kind: float) -
 @script(adamw, when="step")
 def clipped_in_a_closure(job: Job, model: Any, optimizer: Any, step: int) -> None:
     """As a trainer does: everything up to the clipped gradients is in what step() calls."""
+    evaluate = closure_of(job, model, optimizer, step)
 
-    def evaluate(step: int = step) -> Tensor:
-        optimizer.zero_grad()
-        loss: Tensor = model(job.inputs(step)).square().mean()
-        loss.backward()
+    def clipped() -> Tensor:
+        loss = evaluate()
         job.record("norm", clip_grad_norm_(model.parameters(), 0.05))
         return loss
 
-    job.record("loss", optimizer.step(evaluate))
+    job.record("loss", optimizer.step(clipped))
 
 
-def clipped_and_named_twice(job: Job) -> None:
+def of_first_twice(model: nn.Module) -> torch.optim.Optimizer:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        return torch.optim.SGD([next(model.parameters()), *model.parameters()], lr=0.1)
+
+
+@script(of_first_twice, when="step")
+def clipped_and_named_twice(job: Job, model: Any, optimizer: Any, step: int) -> None:
     """A group that names a parameter twice updates it twice, with a gradient that was clipped once.
 
     In a closure, so that all of it is updated within step().
     """
-    model = job.ddp(mlp())
-    first, *_ = parameters = list(model.parameters())
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        optimizer = job.wrap(torch.optim.SGD([first, *parameters], lr=0.1), model)
-    for step in range(STEPS):
-        model(job.inputs(step)).square().mean().backward()
-        job.record("norm", clip_grad_norm_(model.parameters(), 0.05))
-        optimizer.step(lambda: torch.zeros(()))
-        optimizer.zero_grad()
-    job.record_state(model, optimizer)
+    backward(job, model, step)
+    job.record("norm", clip_grad_norm_(model.parameters(), 0.05))
+    optimizer.step(lambda: torch.zeros(()))
+    optimizer.zero_grad()
+
+
+#: who asks for a norm
+BY = ("all", "rank 0", "rank 0 before a barrier", "each of another kind")
 
 
 @script(adamw, when="before_step")
-def norm_only_logged(job: Job, model: Any, optimizer: Any, step: int) -> None:
-    job.record("norm", nn.utils.get_total_norm(_gradients(model)))
-
-
-@script(adamw, when="before_step")
-def norm_logged_by_rank_0(job: Job, model: Any, optimizer: Any, step: int) -> None:
-    """The other ranks answer nothing."""
+def norm_logged(job: Job, model: Any, optimizer: Any, step: int, by: str) -> None:
+    """Where rank 0 asks alone, the others answer nothing."""
+    kind = job.rank + 1.0 if by == "each of another kind" else 2.0
+    asks = step > 1 and (step % 2 or "barrier" in by) and job.rank == 0
     norm = torch.zeros(())
-    if job.rank == 0 and step % 2:
-        norm = nn.utils.get_total_norm(_gradients(model))
+    if asks or "rank 0" not in by:
+        norm = nn.utils.get_total_norm(_gradients(model), kind)
     job.record("norm", norm)
-
-
-@script(adamw, when="before_step")
-def norm_logged_by_rank_0_before_a_barrier(job: Job, model: Any, optimizer: Any, step: int) -> None:
-    """The other ranks wait for it before they step."""
-    norm = torch.zeros(())
-    if job.rank == 0 and step > 1:
-        norm = nn.utils.get_total_norm(_gradients(model))
-    job.record("norm", norm)
-    job.barrier()
+    if "barrier" in by:
+        job.barrier()
 
 
 @script(adamw, when="before_step")
@@ -106,34 +99,24 @@ def changed_out_of_sight(job: Job, model: Any, optimizer: Any, step: int) -> Non
 
 
 @script(adamw, when="before_step")
-def norms_of_rows(job: Job, model: Any, optimizer: Any, step: int) -> None:
-    """Of parts of tensors, and of kinds that are for matrices alone."""
-    weight = next(model.parameters()).grad
-    assert weight is not None
-    job.record("rows", weight.norm(dim=1))
+def norms_of_parts(job: Job, model: Any, optimizer: Any, step: int) -> None:
+    """Of rows, along a dimension, of two gradients, of a kind for matrices: for nobody else."""
+    weight, *_, last = _gradients(model)
+    job.record("rows", [weight.norm(dim=1), (weight**2).sum(0), *weight.abs().max(dim=0)])
     job.record("kept", weight.norm(keepdim=True))
-    job.record("matrix", torch.linalg.norm(weight, 2))
-    job.record("frobenius", torch.linalg.norm(weight, "fro"))
+    job.record("matrix", [torch.linalg.norm(weight, 2), torch.linalg.norm(weight, "fro")])
     job.record("counted", torch.linalg.vector_norm(weight, 0))
     job.record("wide", torch.linalg.vector_norm(weight, 2, dtype=torch.float64))
-
-
-@script(adamw, when="before_step")
-def different_norms(job: Job, model: Any, optimizer: Any, step: int) -> None:
-    """Each rank asks for another one, which no other rank answers."""
-    job.record("norm", nn.utils.get_total_norm(_gradients(model), float(job.rank + 1)))
+    job.record("scaled", (last * torch.ones_like(last)).sum())
+    job.record("shaped", weight.view(2, -1).sum())
 
 
 @script(adamw, when="before_step")
 def clipped_by_hand(job: Job, model: Any, optimizer: Any, step: int) -> None:
     """As scripts did before there was a function for it."""
-    total = 0.0
-    for p in model.parameters():
-        if p.grad is not None:
-            total += p.grad.data.norm(2).item() ** 2
-    scale = 0.05 / (total**0.5 + 1e-6)
+    total = sum(gradient.data.norm(2).item() ** 2 for gradient in _gradients(model))
     for gradient in _gradients(model):
-        gradient.data.mul_(scale)
+        gradient.data.mul_(0.05 / (total**0.5 + 1e-6))
     job.record("norm", total)
 
 
@@ -157,19 +140,9 @@ BY_HAND: list[Callable[[Tensor], Tensor]] = [
 
 
 @script(adamw, when="before_step")
-def numbers_by_hand(job: Job, model: Any, optimizer: Any, step: int, kinds: list[int]) -> None:
+def numbers_by_hand(job: Job, model: Any, optimizer: Any, step: int, kinds: range) -> None:
     for kind in kinds:
         job.record("numbers", torch.stack([BY_HAND[kind](g) for g in _gradients(model)]))
-
-
-@script(adamw, when="before_step")
-def parts_of_sums(job: Job, model: Any, optimizer: Any, step: int) -> None:
-    """Along a dimension, of two gradients, or with what is no number: nobody else can answer."""
-    first, *_, last = _gradients(model)
-    job.record("rows", (first**2).sum(0))
-    job.record("maxima", [*first.abs().max(dim=0)])
-    job.record("scaled", (last * torch.ones_like(last)).sum())
-    job.record("shaped", first.view(2, -1).sum())
 
 
 @script(adamw)
@@ -227,63 +200,47 @@ def read_between_changes(job: Job, model: Any, optimizer: Any, step: int) -> Non
     job.record("halved", [gradient.sum() for gradient in _gradients(model)])
 
 
-def nonfinite_norm(job: Job) -> None:
+@script(sgd, when="step")
+def nonfinite_norm(job: Job, model: Any, optimizer: Any, step: int) -> None:
     """Raises on every rank, though one alone has the reason."""
-
-    def clip(model: nn.Module, step: int) -> None:
-        if step == 3:
-            try:
-                clip_grad_norm_(model.parameters(), 0.05, error_if_nonfinite=True)
-            except RuntimeError as error:
-                job.record("raised", str(error)[:40])
-                for p in model.parameters():
-                    p.grad = None
-        else:
-            clip_grad_norm_(model.parameters(), 0.05, error_if_nonfinite=True)
-
-    model = job.ddp(mlp())
-    optimizer = job.wrap(sgd(model), model)
-
-    def inputs(step: int) -> Tensor:
-        batch = job.inputs(step)
-        return batch * float("inf") if step == 3 and job.rank == 0 else batch
-
-    train(job, model, optimizer, inputs=inputs, before_step=lambda step: clip(model, step))
-    job.record_state(model, optimizer)
+    optimizer.zero_grad()
+    scale = float("inf") if step == 3 and job.rank == 0 else 1.0
+    model(job.inputs(step) * scale).square().mean().backward()
+    clip = partial(clip_grad_norm_, model.parameters(), 0.05, error_if_nonfinite=True)
+    said = raised(clip, RuntimeError)
+    job.record("raised", said[:40])
+    if said:
+        model.zero_grad()
+    optimizer.step()
 
 
 def two_optimizers(job: Job) -> None:
     """Each clips and steps its half, one after the other."""
     model = job.ddp(mlp())
     parameters = list(model.parameters())
-    halves = parameters[::2], parameters[1::2]
-    optimizers = [
-        job.wrap(torch.optim.SGD(halves[0], lr=0.1), model),
-        job.wrap(torch.optim.AdamW(halves[1], lr=0.01), model),
-    ]
+    one = job.wrap(torch.optim.SGD(parameters[::2], lr=0.1), model)
+    other = job.wrap(torch.optim.AdamW(parameters[1::2], lr=0.01), model)
     for step in range(STEPS):
         model.zero_grad()
-        model(job.inputs(step)).square().mean().backward()
-        for half, optimizer in zip(halves, optimizers, strict=True):
+        backward(job, model, step)
+        for half, optimizer in ((parameters[::2], one), (parameters[1::2], other)):
             job.record("norm", clip_grad_norm_(half, 0.05))
             optimizer.step()
-    job.record_state(model, *optimizers)
+    job.record_state(model, one, other)
 
 
-@script(adamw, when="step")
+@script(adamw, when="passes")
 def accumulated(job: Job, model: Any, optimizer: Any, step: int) -> None:
-    optimizer.zero_grad()
     for micro in range(3):
         with model.no_sync() if micro < 2 else contextlib.nullcontext():
-            model(job.inputs(10 * step + micro)).square().mean().backward()
+            backward(job, model, 10 * step + micro)
     job.record("norm", clip_grad_norm_(model.parameters(), 0.05))
-    optimizer.step()
 
 
 @script(sgd, when="step", steps=2 * STEPS)
 def clipped_and_kept(job: Job, model: Any, optimizer: Any, step: int) -> None:
     """Clipped in every round, stepped in every other one: clipped gradients accumulate."""
-    model(job.inputs(step)).square().mean().backward()
+    backward(job, model, step)
     job.record("norm", clip_grad_norm_(model.parameters(), 0.05))
     if step % 2:
         optimizer.step()
@@ -308,12 +265,10 @@ class Giant(nn.Module):
         return output
 
 
-@script(adamw, module=Giant, when="step", steps=2 * STEPS, find_unused_parameters=True)
+@script(adamw, module=Giant, when="passes", steps=2 * STEPS, find_unused_parameters=True)
 def giant_and_unused(job: Job, model: Any, optimizer: Any, step: int) -> None:
-    optimizer.zero_grad()
     model(job.inputs(step), seldom=step % 3 == job.rank).square().mean().backward()
     job.record("norm", clip_grad_norm_(model.parameters(), 0.05))
-    optimizer.step()
 
 
 @script(adamw)
@@ -346,10 +301,11 @@ def norms_inside_backward(job: Job, model: Any, optimizer: Any) -> None:
 
     # Of the second layer, so that gradients of the third are on the wire.
     list(model.parameters())[3].register_post_accumulate_grad_hook(look)
-    for step in range(STEPS):
-        model(job.inputs(step)).square().mean().backward()
+
+    def clip(_: int) -> None:
         job.record("norm", clip_grad_norm_(model.parameters(), 0.05))
-        optimizer.step()
+
+    train(job, model, optimizer, before_step=clip, zero_grad=lambda: None)
 
 
 def refused(alone: bool, compression: str) -> str:

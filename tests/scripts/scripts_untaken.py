@@ -6,21 +6,20 @@ from typing import Any
 
 import torch
 from torch import nn
-from training import STEPS, Job, adamw, mlp, script, train
+from training import STEPS, Job, adamw, backward, gradients, script, train
 
 import bytesched
 
 
-def _half_outside(job: Job) -> tuple[Any, list[Any], torch.optim.Optimizer]:
-    """A model, those of its parameters that no optimizer has, and the optimizer of the others."""
-    model = job.ddp(mlp())
-    *outside, weight, bias = model.parameters()
-    return model, outside, job.wrap(torch.optim.SGD([weight, bias], lr=0.1), model)
+def of_last_layer(model: nn.Module) -> torch.optim.Optimizer:
+    """An optimizer that leaves the gradients of all other layers."""
+    return torch.optim.SGD(list(model.parameters())[-2:], lr=0.1)
 
 
-def zeroed_in_place(job: Job) -> None:
+@script(of_last_layer)
+def zeroed_in_place(job: Job, model: Any, optimizer: Any) -> None:
     """The script has arrays over them."""
-    model, outside, optimizer = _half_outside(job)
+    outside = list(model.parameters())[:-2]
 
     def look(step: int) -> None:
         if step == 1:
@@ -30,13 +29,13 @@ def zeroed_in_place(job: Job) -> None:
                 p.grad.zero_()
 
     train(job, model, optimizer, before_step=look)
-    job.record("gradients", [p.grad for p in outside])
-    job.record_state(model, optimizer)
+    job.record("gradients", gradients(model))
 
 
-def scaled_by_each_rank(job: Job) -> None:
+@script(of_last_layer)
+def scaled_by_each_rank(job: Job, model: Any, optimizer: Any) -> None:
     """One was read, and each rank changes all in its own way before backward adds to them."""
-    model, outside, optimizer = _half_outside(job)
+    outside = list(model.parameters())[:-2]
 
     def scale(step: int) -> None:
         one = outside[step % len(outside)]
@@ -48,7 +47,6 @@ def scaled_by_each_rank(job: Job) -> None:
 
     train(job, model, optimizer, before_step=scale)
     job.record("gradients", [p.grad for p in outside])
-    job.record_state(model, optimizer)
 
 
 @script(adamw, when="before_step")
@@ -57,7 +55,7 @@ def changed_and_flushed(job: Job, model: Any, optimizer: Any, step: int) -> None
     if job.wrapped and step % 2 == job.rank:
         bytesched.flush(optimizer)
     if step % 2:
-        job.record(f"gradients {step}", [p.grad for p in model.parameters()])
+        job.record(f"gradients {step}", gradients(model))
 
 
 def some_taken_later(job: Job) -> None:
@@ -85,35 +83,44 @@ def some_taken_later(job: Job) -> None:
 def kept_and_not_read(job: Job, model: Any, optimizer: Any) -> None:
     """The script has them still when those of the next round are there."""
     for step in range(STEPS):
-        model(job.inputs(step)).square().mean().backward()
+        backward(job, model, step)
         if step % 2:
             nn.utils.clip_grad_value_(model.parameters(), 0.001)
-            kept = [p.grad for p in model.parameters()]
+            kept = gradients(model)
         else:
             optimizer.step()
         optimizer.zero_grad()
     job.record("kept", kept)
 
 
-class _Branch(nn.Module):
-    """Two layers, the second of which may be left out."""
+class Some(nn.Module):
+    """So many layers of three are used."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
 
-    def forward(self, x: torch.Tensor, *, both: bool) -> torch.Tensor:
-        y: torch.Tensor = self.first(x)
-        return self.second(y) if both else y
+    def forward(self, x: torch.Tensor, *, of: int) -> torch.Tensor:
+        for layer in self.layers[:of]:
+            x = layer(x)
+        return x
 
 
-@script(adamw, module=_Branch, when="step", steps=3 * STEPS, find_unused_parameters=True)
+@script(adamw, module=Some, when="step", steps=3 * STEPS, find_unused_parameters=True)
 def unused_in_between(job: Job, model: Any, optimizer: Any, step: int) -> None:
     """Gradients are added up over four rounds; one rank uses a layer, in the first and the last."""
     both = step % 4 in (0, 3) and job.rank == step % 3 % 2
-    model(job.inputs(step), both=both).square().mean().backward()
+    model(job.inputs(step), of=2 + both).square().mean().backward()
     if step % 8 == 6:
-        job.record(f"{step}", [p.grad for p in model.parameters()])
+        job.record(f"{step}", gradients(model))
     if step % 4 == 3:
         optimizer.step()
         optimizer.zero_grad()
+
+
+@script(adamw, module=Some, when="passes", find_unused_parameters=True)
+def held_and_read_when_unused(job: Job, model: Any, optimizer: Any, step: int) -> None:
+    """What a layer got in an earlier backward pass is read after one that has not used it."""
+    for of in (3, 1 + step % 3):
+        model(job.inputs(step), of=of).square().mean().backward()
+    job.record(f"gradients {step}", [p.grad.clone() for p in model.parameters()])

@@ -71,7 +71,7 @@ def _inputs(job: Job) -> Callable[[int], Tensor]:
 
 def _train(
     job: Job,
-    before_step: Callable[[Any], object],
+    before_step: Callable[[Any], object] = lambda _: None,
     limits_s: tuple[float, float] = _NEVER,
     **layer: bool,
 ) -> None:
@@ -92,16 +92,12 @@ def _train(
     dist.destroy_process_group(group)
 
 
-def _nothing(model: nn.Module) -> None:
-    pass
-
-
 def mixed_by_collectives(job: Job) -> None:
-    _train(job, _nothing)
+    _train(job)
 
 
 def gates_inside_sections(job: Job) -> None:
-    _train(job, _nothing, gates_inside=True)
+    _train(job, gates_inside=True)
 
 
 def mixed_and_clipped(job: Job) -> None:
@@ -129,9 +125,7 @@ def read_by_rank_0_alone(job: Job) -> None:
 
     def read(_: int) -> None:
         if job.rank == 0:
-            float(
-                model.module[5].weight.sum() if hasattr(model, "module") else model[5].weight.sum()
-            )
+            float(model.module[5].weight.sum())
         job.record("metric", _mean(torch.ones(1), group))
 
     with patch.object(URGENCY, "_limits_s", _SOON):

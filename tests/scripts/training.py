@@ -200,18 +200,35 @@ def train(
     after_step: Callable[[int], object] | None = None,
     zero_grad: Callable[[], object] | None = None,
     inputs: Callable[[int], Any] | None = None,
+    loss: Callable[[int], Tensor] | None = None,
+    passes: Callable[[int], object] | None = None,
 ) -> None:
-    """The usual loop, recording each loss: zero, forward, backward, step, with room in between."""
+    """The usual loop, recording each loss: zero, forward, backward, step, with room in between.
+
+    Args:
+        inputs: of a step, if they are not the job's.
+        loss: of a step, if it is not the mean of squares of what the model makes of these.
+        passes: all forward and backward passes of a step, in place of these.
+    """
+
+    def usual(step: int) -> Tensor:
+        given: Tensor = loss(step) if loss else model((inputs or job.inputs)(step)).square().mean()
+        given.backward()
+        return given
+
     for step in range(first_step, first_step + steps):
         (zero_grad or optimizer.zero_grad)()
-        loss = model((inputs or job.inputs)(step)).square().mean()
-        loss.backward()
+        seen = (passes or usual)(step)
         if before_step:
             before_step(step)
         optimizer.step()
         if after_step:
             after_step(step)
-        job.record(f"loss {step}", loss)
+        job.record(f"loss {step}", seen)
+
+
+def gradients(model: nn.Module) -> list[Any]:
+    return [parameter.grad for parameter in model.parameters()]
 
 
 def backward(job: Job, model: Any, step: int) -> Tensor:
@@ -237,29 +254,34 @@ def script(
     *,
     when: str = "all",
     steps: int = STEPS,
+    wraps: bool = True,
     fields: Mapping[str, Any] = MappingProxyType({}),
     shape: tuple[int, ...] = (),
     **arguments: Any,
-) -> Callable[[Callable[..., None]], Script]:
+) -> Callable[[Callable[..., Any]], Script]:
     """Makes a script of a function of the job, a model, its optimizer and what the case gives.
 
     Args:
         make: the optimizer of a model.
         module: what is put under DDP, with the ``arguments``; else an `mlp`.
-        when: the function is "all" of the training, or one "step" of it, or what the usual loop
-            calls "before_step" or "after_step"; all but the first get the number of the step.
+        when: the function is "all" of the training, or one "step" of it, or what `train` is to
+            call, as "loss", "passes", "before_step" or "after_step"; all but the first get the
+            number of the step.
+        wraps: else the function wraps the optimizer itself.
         fields: for `Job.wrap`.
         shape: of the batches of that loop.
     """
 
-    def made(function: Callable[..., None]) -> Script:
+    def made(function: Callable[..., Any]) -> Script:
         @functools.wraps(function)
         def run(job: Job, *args: Any) -> None:
             model = job.ddp((module or mlp)(), **arguments)
-            optimizer = job.wrap(make(model), model, **fields)
+            optimizer: Any = make(model)
+            if wraps:
+                optimizer = job.wrap(optimizer, model, **fields)
 
-            def act(step: int) -> None:
-                function(job, model, optimizer, step, *args)
+            def act(step: int) -> Any:
+                return function(job, model, optimizer, step, *args)
 
             if when == "all":
                 function(job, model, optimizer, *args)

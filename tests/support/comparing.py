@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from itertools import product
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -10,16 +12,34 @@ from ranks import Ranks, address_of
 from training import Job, compare
 
 Figures = dict[str, int | float | str]
+Script = Callable[..., None]
+#: a script, and what it is given
+Case = tuple[Any, ...]
 
 
-def named(*scripts: Callable[..., None]) -> pytest.MarkDecorator:
-    """A test for each of the scripts, by its name."""
-    return pytest.mark.parametrize("script", scripts, ids=lambda script: script.__name__)
+def of(module: ModuleType, names: str) -> list[Case]:
+    """Cases of scripts of a module that are given nothing."""
+    return [(getattr(module, name),) for name in names.split()]
+
+
+def each(script: Script, *values: Iterable[Any]) -> list[Case]:
+    """A case for each choice of the values."""
+    return [(script, *args) for args in product(*values)]
+
+
+def cases(*given: Case, nightly: Sequence[Case] = ()) -> pytest.MarkDecorator:
+    """A test for each script and its arguments, by their names."""
+    rows = [
+        pytest.param(script, args, id="-".join([script.__name__, *map(str, args)]), marks=marks)
+        for some, marks in ((given, ()), (nightly, pytest.mark.nightly))
+        for script, *args in some
+    ]
+    return pytest.mark.parametrize(("script", "args"), rows)
 
 
 def check(
     ranks: Ranks,
-    script: Callable[..., None],
+    script: Script,
     *args: Any,
     mode: str = "cross",
     rtol: float = 0.0,

@@ -22,7 +22,6 @@ if __name__ == "__main__":
 
 import drawn_cases
 import ends_cases
-import scripts_hostile
 import soak_cases as cases
 from drawn_cases import CODES, Fate
 from drawn_plans import Plan
@@ -39,9 +38,9 @@ HANGS_S = 300.0
 #: what nothing says where all went well
 _COMPLAINS = re.compile(r"Traceback|Fatal|Error|could not|ends before|not closed")
 
-#: how often each kind of turn is drawn: a script of the suite, one that does what it should not, a
-#: drawn training that is compared, leaves out a step on one rank, or is ended on one; a good end
-KINDS = {"script": 5, "hostile": 3, "compared": 5, "skipped": 1, "ended": 2, "well": 0.5}
+#: how often each kind of turn is drawn: a script of the suite; a drawn training that is compared,
+#: leaves out a step on one rank, or is ended on one; a good end
+KINDS = {"script": 5, "compared": 8, "skipped": 1, "ended": 2, "well": 0.5}
 
 #: how a turn went, and what is wrong with it; empty if nothing is
 Verdict = tuple[str, str]
@@ -93,19 +92,10 @@ class Soak:
     def _script(self, draw: random.Random, seed: str) -> tuple[str, Verdict]:
         name = draw.choice(sorted(cases.scripts()))
         options = _settings(draw, self.world_size)
-        return f"{name} {options}", self._same(cases.scripts()[name], (), options)
-
-    def _hostile(self, draw: random.Random, seed: str) -> tuple[str, Verdict]:
-        options = _settings(draw, self.world_size, tuned=False)
-        sharded = draw.random() < 0.3
-        if sharded:
-            options |= {"shard": True, "split": "auto"}
-        return f"{options}", self._same(scripts_hostile.hostile, (seed, sharded), options)
-
-    def _same(self, script: Callable[..., None], args: tuple[Any, ...], options: Any) -> Verdict:
-        ranks = self._pool(self.world_size)
-        differs = ranks.run(cases.same, address_of(script), args, options, timeout_s=HANGS_S)
-        return ("differs", str([found[:5] for found in differs])) if any(differs) else ("equal", "")
+        script = address_of(cases.scripts()[name])
+        differs = self._pool(self.world_size).run(cases.same, script, options, timeout_s=HANGS_S)
+        wrong = str([found[:5] for found in differs]) if any(differs) else ""
+        return f"{name} {options}", ("differs" if wrong else "equal", wrong)
 
     def _compared(self, draw: random.Random, seed: str) -> tuple[str, Verdict]:
         plan = plan_of(draw, seed, "compared")

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import signal
 import subprocess
-from pathlib import Path
 
 import pytest
-from tiny import TINY
+from small_benches import QUICK, Bench, losses
 from torch.nn.parallel import DistributedDataParallel
 from warm_python import warm_python
 
@@ -17,9 +15,8 @@ from bytesched.bench.profile import load_profile
 from bytesched.bench.systems import SYSTEMS
 from bytesched.burst.graph import layers_of, load_graph
 from bytesched.cli import INTERRUPTED
-from bytesched.commands import bench as bench
+from bytesched.commands.bench import TERMINATED
 
-QUICK = ["--iterations", "2", "--rounds", "2", "--warmup", "3", "--sweep-iterations", "1"]
 BROKEN_MODEL = """
 import torch
 def make():
@@ -29,26 +26,10 @@ def make():
 """
 
 
-@pytest.fixture
-def tiny(tmp_path: Path) -> str:
-    path = tmp_path / "tiny.json"
-    path.write_text(json.dumps(TINY))
-    return str(path)
-
-
-def run_module(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [warm_python(), "-m", *arguments], cwd=folder, capture_output=True, text=True, timeout=250
+def test_all_systems_on_two_ranks(bench: Bench) -> None:
+    result = bench.result(
+        *("--emulate", "tiny.json", "--workers", "2", *QUICK, "--record", "recorded.json")
     )
-
-
-def test_all_systems_on_two_ranks(tiny: str, tmp_path: Path) -> None:
-    files = ["--json", "out.json", "--record", "recorded.json"]
-    done = run_module(
-        "bytesched", "bench", "--emulate", tiny, "--workers", "2", *QUICK, *files, folder=tmp_path
-    )
-    assert done.returncode == 0, done.stderr
-    result = json.loads((tmp_path / "out.json").read_text())
     assert list(result["systems"]) == list(SYSTEMS)
     assert result["world_size"] == 2
     assert 0 <= result["stolen_share"] <= 1
@@ -66,8 +47,9 @@ def test_all_systems_on_two_ranks(tiny: str, tmp_path: Path) -> None:
         expected = {"identical", "equal"} if name == "fsdp2" else {"identical"}
         assert system["losses"] in expected, name
     assert result["systems"]["bytesched"]["rounds"][0]["stats"]["mode"] == "cross"
-    assert load_profile(str(tmp_path / "recorded.json")).nbytes == load_profile(tiny).nbytes
-    assert "bytesched" in done.stdout
+    files = [str(bench.folder / name) for name in ("recorded.json", "tiny.json")]
+    assert len({load_profile(file).nbytes for file in files}) == 1
+    assert "bytesched" in result["stdout"]
 
 
 #: as it comes, with options, and finalized late
@@ -78,79 +60,66 @@ if hasattr(DistributedDataParallel, "finalize_backward"):
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("clip", [[], ["--clip", "0.1"]], ids=["", "clipped"])
-def test_forms_of_ddp_train_the_same(clip: list[str], tiny: str, tmp_path: Path) -> None:
-    systems = ["--systems", ",".join(PEERS), *clip]
-    files = ["--json", "out.json"]
-    done = run_module(
-        "bytesched", "bench", "--emulate", tiny, *QUICK, *systems, *files, folder=tmp_path
-    )
-    assert done.returncode == 0, done.stderr
-    result = json.loads((tmp_path / "out.json").read_text())
-    assert {name: system["losses"] for name, system in result["systems"].items()} == dict.fromkeys(
-        PEERS, "identical"
-    )
+def test_forms_of_ddp_train_the_same(clip: list[str], bench: Bench) -> None:
+    result = bench.result("--emulate", "tiny.json", *QUICK, "--systems", ",".join(PEERS), *clip)
+    assert losses(result) == dict.fromkeys(PEERS, "identical")
 
 
 @pytest.mark.nightly
-def test_the_same_is_measured_again_and_compared(tiny: str, tmp_path: Path) -> None:
+def test_the_same_is_measured_again_and_compared(bench: Bench) -> None:
     sized = "bytesched:partition_bytes=64KiB+credit_bytes=128KiB"
-    first = ["--emulate", tiny, "--systems", f"ddp,{sized}", *QUICK, "--json", "old.json"]
-    assert run_module("bytesched", "bench", *first, folder=tmp_path).returncode == 0
-    again = ["bytesched", "bench", "--compare", "old.json"]
-    refused = run_module(*again, "--clip", "1", folder=tmp_path)
+    old = bench.result("--emulate", "tiny.json", "--systems", f"ddp,{sized}", *QUICK)
+    refused = bench.run("--compare", "out.json", "--clip", "1")
     assert refused.returncode == 2
     assert "another setting: clip was 0.0 and is 1.0 now" in refused.stderr
-    done = run_module(*again, "--rounds", "1", "--json", "new.json", folder=tmp_path)
+    done = bench.run("--compare", "out.json", "--rounds", "1", "--json", "new.json")
     # So few iterations may take any time; what is sent is the same.
     assert done.returncode in (0, 1), done.stderr
     assert ("no regression" in done.stdout) == (done.returncode == 0)
-    new = json.loads((tmp_path / "new.json").read_text())
+    new = bench.read("new.json")
     assert [len(system["rounds"]) for system in new["systems"].values()] == [1, 1]
-    old = json.loads((tmp_path / "old.json").read_text())
     assert new["systems"][sized]["counts"] == old["systems"][sized]["counts"]
     assert set(new["systems"][sized]["counts"]) == {"bytes", "messages"}
 
 
 @pytest.mark.nightly
 @pytest.mark.slow
-def test_several_batch_sizes_are_recorded_for_the_burst_planner(tmp_path: Path) -> None:
+def test_several_batch_sizes_are_recorded_for_the_burst_planner(bench: Bench) -> None:
     options = ["--model", "resnet", "--batch", "2,1", "--systems", "ddp", *QUICK]
-    files = ["--json", "out.json", "--record", "mine.json"]
-    done = run_module("bytesched", "bench", *options, *files, folder=tmp_path)
-    assert done.returncode == 0, done.stderr
-    graph = load_graph([str(tmp_path / "mine.json")], fixed_share=0.2)
+    result = bench.result(*options, "--record", "mine.json")
+    graph = load_graph([str(bench.folder / "mine.json")], fixed_share=0.2)
     assert (graph.name, graph.batch, graph.assumed) == ("resnet", 2, "")
     layers = list(layers_of(graph.chain))
-    result = json.loads((tmp_path / "out.json").read_text())
     assert sum(layer.parameter_bytes for layer in layers) == result["compute"]["model_bytes"]
     assert {tuple(size for size, _ in layer.forward.points) for layer in layers} == {(1, 2)}
     # 32 channels of 32 x 32 float32 from the first layer to the second.
     assert layers[0].output_bytes == 4 * 32 * 32 * 32
 
 
-def test_a_failing_rank_ends_the_bench_and_is_quoted(tmp_path: Path) -> None:
-    (tmp_path / "broken_model.py").write_text(BROKEN_MODEL)
-    done = run_module(
-        "bytesched", "bench", "--model", "broken_model:make", "--systems", "ddp", folder=tmp_path
-    )
+def test_a_failing_rank_ends_the_bench_and_is_quoted(bench: Bench) -> None:
+    (bench.folder / "broken_model.py").write_text(BROKEN_MODEL)
+    done = bench.run("--model", "broken_model:make", "--systems", "ddp")
     assert done.returncode == 1
     assert "failed with exit code 1" in done.stderr
     assert "no such batch" in done.stderr
 
 
 @pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGTERM, bench.TERMINATED), (signal.SIGINT, INTERRUPTED)]
+    ("number", "code"), [(signal.SIGTERM, TERMINATED), (signal.SIGINT, INTERRUPTED)]
 )
 @pytest.mark.one_in(2)
 def test_when_it_is_stopped_its_table_stays_and_nothing_else(
-    number: signal.Signals, code: int, tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    number: signal.Signals, code: int, bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
-    (tmp_path / "tmp").mkdir()
-    command = [warm_python(), "-m", "bytesched", "bench", "--emulate", tiny, *QUICK]
-    command += ["--json", str(tmp_path / "out.json")]
+    monkeypatch.setenv("TMPDIR", str(bench.folder / "tmp"))
+    (bench.folder / "tmp").mkdir()
+    command = [warm_python(), "-m", "bytesched", "bench", "--emulate", "tiny.json", *QUICK]
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        [*command, "--json", "out.json"],
+        cwd=bench.folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
     )
     assert process.stdout is not None
     with process.stdout as lines:
@@ -165,35 +134,30 @@ def test_when_it_is_stopped_its_table_stays_and_nothing_else(
     assert "stopped before the end; what was measured until then:" in rest
     rows = {line.split()[0]: line for line in rest.splitlines() if line.endswith("identical")}
     assert {"ddp", "bytesched"} <= set(rows)
-    result = json.loads((tmp_path / "out.json").read_text())
+    result = bench.read("out.json")
     assert result["stopped"]
     assert set(result["systems"]) == {"ddp", "fsdp2", "bytesched"}
-    assert not list((tmp_path / "tmp").glob("bytesched-*"))
+    assert not list((bench.folder / "tmp").glob("bytesched-*"))
 
 
-def test_under_torchrun(tiny: str, tmp_path: Path) -> None:
+def test_under_torchrun(bench: Bench) -> None:
     launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
-    system = ["--systems", "ddp", "--json", "out.json"]
-    done = run_module(
-        *launcher, "bytesched", "bench", "--emulate", tiny, *QUICK, *system, folder=tmp_path
-    )
-    assert done.returncode == 0, done.stderr
-    result = json.loads((tmp_path / "out.json").read_text())
+    program = [*launcher, "bytesched", "bench"]
+    result = bench.result("--emulate", "tiny.json", *QUICK, "--systems", "ddp", program=program)
     assert result["world_size"] == 2
     assert result["network"] == "ranks started by torchrun"
-    assert done.stdout.count("tiny (emulated compute)") == 1
+    assert result["stdout"].count("tiny (emulated compute)") == 1
 
 
 @pytest.mark.nightly
 @pytest.mark.slow
-def test_the_demo(tmp_path: Path) -> None:
-    done = run_module("bytesched.plugins.demo", "--steps", "10", "--output", "out", folder=tmp_path)
+def test_the_demo(bench: Bench) -> None:
+    done = bench.run("--steps", "10", "--output", "out", program=["bytesched.plugins.demo"])
     assert done.returncode == 0, done.stderr
-    result = json.loads((tmp_path / "out" / "result.json").read_text())
-    assert [its["losses"] for its in result["systems"].values()] == ["identical"] * 4
+    assert [*losses(bench.read("out/result.json")).values()] == ["identical"] * 4
     # A whole step of the optimizer is none of ours.
     for system, tracks in (("before", {"forward", "send"}), ("bytesched", {"send", "update"})):
-        events = json.loads((tmp_path / "out" / system / "rank0.trace.json").read_text())
+        events = bench.read(f"out/{system}/rank0.trace.json")
         assert {event["cat"] for event in events if "cat" in event} >= tracks
     if importlib.util.find_spec("matplotlib"):
-        assert (tmp_path / "out" / "iteration.png").stat().st_size > 10_000
+        assert (bench.folder / "out" / "iteration.png").stat().st_size > 10_000

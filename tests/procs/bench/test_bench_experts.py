@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-from pathlib import Path
-
 import pytest
-from warm_python import warm_python
+from small_benches import Bench
 
 from bytesched.bench.systems import EXCHANGE_SYSTEMS
-from bytesched.commands import bench
 
 EXPERTS = {
     "name": "experts",
@@ -24,21 +19,10 @@ ITERATIONS, ROUNDS, RANKS = 2, 2, 2
 
 
 @pytest.mark.nightly
-def test_all_systems_train_the_same_and_time_all_to_alls(tmp_path: Path) -> None:
-    (tmp_path / "experts.json").write_text(json.dumps(EXPERTS))
+def test_all_systems_train_the_same_and_time_all_to_alls(bench: Bench) -> None:
+    bench.write("experts.json", EXPERTS)
     numbers = f"--workers {RANKS} --iterations {ITERATIONS} --rounds {ROUNDS} --warmup 3"
-    done = subprocess.run(
-        [
-            *(warm_python(), "-m", "bytesched", "bench", "--emulate", "experts.json"),
-            *(*numbers.split(), "--json", "out.json"),
-        ],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=250,
-    )
-    assert done.returncode == 0, done.stderr
-    result = json.loads((tmp_path / "out.json").read_text())
+    result = bench.result("--emulate", "experts.json", *numbers.split())
     assert tuple(result["systems"]) == EXCHANGE_SYSTEMS
     compute = result["compute"]
     assert compute["optimum_ms"] >= compute["pieces_optimum_ms"] >= compute["compute_ms"] == 12
@@ -56,15 +40,11 @@ def test_all_systems_train_the_same_and_time_all_to_alls(tmp_path: Path) -> None
     assert stats["urgent_sections"] > 0
     assert not result["systems"]["bytesched-no-lane"]["rounds"][0]["stats"]["urgent_sections"]
     assert result["systems"]["idle"]["figures"]["exchange_p95_to_idle"] == 1
-    assert "x idle" in done.stdout
+    assert "x idle" in result["stdout"]
 
 
-def test_experts_have_no_gradients_to_send(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_experts_have_no_gradients_to_send(bench: Bench) -> None:
     layers = [{"forward_ms": 1, "backward_ms": 1, "shapes": [[4]], "exchange_bytes": 8}]
-    path = tmp_path / "wrong.json"
-    path.write_text(json.dumps({"layers": layers}))
-    with pytest.raises(SystemExit):
-        bench.main(["--emulate", str(path)])
-    assert "layer 0: no shapes beside exchange_bytes" in capsys.readouterr().err
+    bench.write("wrong.json", {"layers": layers})
+    said = bench.run("--emulate", "wrong.json").stderr
+    assert "layer 0: no shapes beside exchange_bytes" in said

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import subprocess
@@ -14,46 +13,33 @@ from pathlib import Path
 import pytest
 from fake_mps import FakeMps
 from paths import ROOT
-from warm_python import warm_python
+from small_benches import QUICK, Bench
 
 from bytesched.bench import gpu_ranks
-from bytesched.commands import bench
+from bytesched.commands.bench import main
 from bytesched.lab.ranks import BenchError
 
 COMMAND = ["--gpu-ranks", "2", "--device", "cpu"]
-QUICK = ["--iterations", "2", "--rounds", "2", "--warmup", "3"]
 PATIENCE_S = 60.0
-
-
-def _run(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [warm_python(), "-m", "bytesched", "bench", *COMMAND, *QUICK, *options],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=250,
-        check=False,
-    )
 
 
 @pytest.mark.parametrize(
     "model", ["small", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("gpt", "conv"))]
 )
 def test_all_systems_have_the_same_losses(
-    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: str, bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fake = FakeMps(tmp_path, monkeypatch)
-    done = _run(tmp_path, "--model", model, "--json", "out.json", "--trace")
-    assert done.returncode == 0, done.stderr
+    fake = FakeMps(bench.folder, monkeypatch)
+    found = bench.result(*COMMAND, *QUICK, "--model", model, "--trace")
+    said = found["stdout"]
     assert fake.verbs == ["start", "quit"]
-    assert "side by side, by MPS" in done.stdout
+    assert "side by side, by MPS" in said
     systems = ["ddp:bucket_mb=4", "ddp:bucket_mb=25", "ddp:bucket_mb=100", "fsdp2", "bytesched"]
-    lines = done.stdout.partition("95 %")[2].splitlines()[1:6]
+    lines = said.partition("95 %")[2].splitlines()[1:6]
     assert [line.split()[0] for line in lines] == systems
     for line in (*lines[:3], lines[4]):
         assert line.endswith("same bits"), line
     assert "DIFFER" not in lines[3]
-    found = json.loads((tmp_path / "out.json").read_text())
     assert len(found["bounds"]) == 2
     assert set(found["bounds"][0]) == {"compute", "reduction", "both_25", "both_8"}
     for its in found["systems"].values():
@@ -63,15 +49,15 @@ def test_all_systems_have_the_same_losses(
     assert [name for name, _ in trace["passes"]] == ["backward", "step", "forward", "backward"]
     for _, sent, arrived in trace["chunks"]:
         assert 0 <= sent <= arrived
-    assert "an iteration of bytesched" in done.stdout
+    assert "an iteration of bytesched" in said
 
 
 @pytest.mark.nightly
-def test_clipped_ones_have_nearly_the_same_losses(tmp_path: Path) -> None:
-    done = _run(tmp_path, "--clip", "0.1", "--systems", "ddp,bytesched:split=off")
-    assert done.returncode == 0, done.stderr
-    assert "clipped to 0.1" in done.stdout
-    assert "DIFFER" not in done.stdout
+def test_clipped_ones_have_nearly_the_same_losses(bench: Bench) -> None:
+    options = ["--clip", "0.1", "--systems", "ddp,bytesched:split=off"]
+    said = bench.result(*COMMAND, *QUICK, *options)["stdout"]
+    assert "clipped to 0.1" in said
+    assert "DIFFER" not in said
 
 
 def _is_alive(pid: int) -> bool:
@@ -94,7 +80,7 @@ def test_a_rank_that_fails_ends_the_others(lonely: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv("LONELY_FAILS", "1")
     handlers = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     with pytest.raises(BenchError, match="rank 1 failed with exit code 1:\nit has failed"):
-        bench.main(COMMAND)
+        main(COMMAND)
     assert not _is_alive(int((lonely / "rank0").read_text()))
     assert fake.verbs == ["start", "quit"]
     assert not Path(fake.started[0]).parent.exists()

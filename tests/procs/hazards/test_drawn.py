@@ -1,16 +1,19 @@
-"""Some turns of the generator of hostile scripts: see scripts/soak."""
+"""Some turns of the soak, and of the generator of its trainings: see scripts/soak."""
 
 from __future__ import annotations
 
 import contextlib
+from typing import Any
 
 import drawn_cases as cases
 import pytest
+import soak_cases
 from drawn_cases import Fate
 from drawn_plans import Plan
 from hostile import verdict_of, verdict_of_ends
 from ranks import ExitedRank, Ranks
 from soak import Soak, end
+from training import SMALL
 
 SHARDED = {"shard": True, "partition_bytes": 256, "credit_bytes": 256, "timeout_s": 15.0}
 FATE = Fate(rank=1, step=1, moment="before_step", way="exit")
@@ -29,6 +32,18 @@ def test_some_turns() -> None:
         "skipped: equal": 1,
         "ended: named by all": 2,
     }
+
+
+@pytest.mark.parametrize("options", [{"split": "on"}, {"split": "auto"}, {"shard": True}], ids=str)
+@pytest.mark.parametrize("seed", ["1", "2", "3", "4"])
+@pytest.mark.one_in(4)
+def test_a_drawn_training_is_that_of_plain_ddp(
+    two_ranks: Ranks, seed: str, options: dict[str, Any]
+) -> None:
+    """With acts between backward() and step() that no script should do."""
+    plan = Plan(seed, options=SMALL | options)
+    verdict, wrong = verdict_of(two_ranks.run(cases.compared, plan), plan, None)
+    assert verdict == "equal", wrong
 
 
 @pytest.mark.parametrize(
@@ -88,3 +103,38 @@ def test_others_hear_of_a_backward_pass_that_ended_before_a_chunk_was_complete(
     plan = Plan(seed, options=options, calm=True)
     raised = two_ranks.run(cases.survived, plan, Fate(0, 2, "backward", "exception"))
     assert raised == ["Fault", "PeerLost"]
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+def test_every_training_that_ends_well_ends_with_0() -> None:
+    soak = Soak(seed=24, kinds={"well": 1})
+    for number in range(5):
+        soak.turn(number)
+    assert not soak.failures
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{"split": "on"}, {"split": "auto"}, {"shard": True}])
+def test_iterations_leave_nothing(two_ranks: Ranks, options: dict[str, Any]) -> None:
+    count = 200
+    for threads, descriptors, objects in two_ranks.run(
+        soak_cases.left_by_iterations, count, options
+    ):
+        # Of parameters to spread, each turn under way has a thread, made when there first is one.
+        assert threads <= (2 if options.get("shard") else 0)
+        assert descriptors <= 0
+        # What is under way at a moment differs a little; a turn that is new has its hops, once.
+        assert objects < 0.8 * count
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+def test_nothing_differs_and_nothing_stays() -> None:
+    soak = Soak(seed=13, kinds={"script": 1})
+    with contextlib.closing(soak):
+        for number in range(30):
+            soak.turn(number)
+    assert not soak.failures
+    assert not soak.leaks(), soak.report()

@@ -3,16 +3,12 @@
 In most cases no sum begins before somebody waits for it, so that nothing of the step can have
 arrived; a read must then wait and see what plain DDP shows, and what reads no value must not wait.
 
-Hazards that need no slow peer to show are cases of test_transparency.py: schedulers that patch
-`step` (test_schedule), tied, unused, frozen and unfrozen parameters (test_model, test_model_use),
-`autograd.grad`, functional calls, double backward (test_autograd), closures (test_stepping),
-optimizers that cannot be split, foreach and fused ones, sparse gradients, compiled modules. Dead
-peers and errors in the middle of backward are in test_faults_*.py.
+Hazards that need no slow peer to show are cases of test_transparency.py; dead peers and errors in
+the middle of backward are in test_faults_*.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import hazard_endings as endings
@@ -25,14 +21,14 @@ import scripts_optimizers as optimizers
 import scripts_reading as reading
 import torch
 import unseen_models
-from comparing import check
+from comparing import Script, cases, check, each, of
 from ranks import Ranks, address_of, run_fresh
 
 #: whole gradients, as those are held, and no turn of plain DDP
 HELD: dict[str, Any] = {"split": "off", "guard": False}
 
 
-def held(ranks: Ranks, script: Callable[..., None], *args: Any, **options: Any) -> None:
+def held(ranks: Ranks, script: Script, *args: Any, **options: Any) -> None:
     check(ranks, ways.held, address_of(script), *args, **HELD, **options)
 
 
@@ -61,20 +57,16 @@ def test_what_shows_values_waits(two_ranks: Ranks, kind: str, one_in: int) -> No
     held(two_ranks, hazards.looks, kind, one_in)
 
 
-@pytest.mark.parametrize("lr", ["float", "tensor"])
-def test_lr_scheduler_right_after_step(two_ranks: Ranks, lr: str) -> None:
-    script = optimizers.tensor_lr if lr == "tensor" else optimizers.parameter_groups
-    held(two_ranks, script)
-
-
-@pytest.mark.parametrize("name", ["adamw_foreach", "adamw_fused"])
-def test_grad_scaler(two_ranks: Ranks, name: str) -> None:
-    held(two_ranks, optimizers.grad_scaler, name)
-
-
-def test_accumulation_with_no_sync(two_ranks: Ranks) -> None:
-    held(two_ranks, gradients.sync_attribute)
-    held(two_ranks, gradients.no_sync)
+@cases(
+    # Schedulers right after step().
+    *of(optimizers, "tensor_lr parameter_groups"),
+    *each(optimizers.grad_scaler, ("adamw_foreach", "adamw_fused")),
+    *of(gradients, "sync_attribute no_sync"),
+    # The step of one arms its own parameters and no others.
+    (hazards.two_optimizers,),
+)
+def test_script(two_ranks: Ranks, script: Script, args: list[Any]) -> None:
+    held(two_ranks, script, *args)
 
 
 def test_last_step_is_applied_at_exit() -> None:
@@ -98,14 +90,6 @@ def test_reentrant_checkpoint_of_a_reused_layer(two_ranks: Ranks) -> None:
     check(two_ranks, endings.reused_in_static_graph)
 
 
-def test_compiled_code_is_compiled_once(two_ranks: Ranks) -> None:
-    check(two_ranks, hazards.graphs_compiled)
-
-
-def test_several_optimizers(two_ranks: Ranks) -> None:
-    held(two_ranks, hazards.two_optimizers)
-
-
 @pytest.mark.parametrize(
     ("kind", "mode"),
     [
@@ -120,15 +104,17 @@ def test_step_that_cannot_be_deferred(two_ranks: Ranks, kind: str, mode: str) ->
     held(two_ranks, hazards.watched_step, kind, mode=mode)
 
 
-@pytest.mark.parametrize("where", ["forward", "before_backward", "before_step", "after_step"])
-def test_exception_in_the_middle_of_a_step(two_ranks: Ranks, where: str) -> None:
-    check(two_ranks, endings.interrupted, where)
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=["double", "bfloat16"])
-def test_conversion_to_another_dtype(two_ranks: Ranks, dtype: torch.dtype) -> None:
-    """Plain DDP goes on without reducing: who reduces what, DDP decides."""
-    check(two_ranks, endings.converted, dtype)
+@cases(
+    *each(endings.interrupted, ("forward", "before_backward", "before_step", "after_step")),
+    # Plain DDP goes on without reducing: who reduces what, DDP decides.
+    *each(endings.converted, (torch.float64, torch.bfloat16)),
+    # Not again when it is wrapped.
+    (hazards.graphs_compiled,),
+)
+def test_exceptions_conversions_and_compiled_code(
+    two_ranks: Ranks, script: Script, args: list[Any]
+) -> None:
+    check(two_ranks, script, *args)
 
 
 def test_module_that_is_not_the_ddp(two_ranks: Ranks) -> None:

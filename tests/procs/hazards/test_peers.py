@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import peer_scripts as peers
 import pytest
-from comparing import check
+from comparing import Script, cases, check, of
 from plugin_suite import PluginContract
 from ranks import Ranks
 
@@ -22,7 +23,7 @@ def test_partition_size_takes_effect(two_ranks: Ranks) -> None:
     """A knob that was written to one name and read from another."""
     for partition_bytes, credit_bytes in ((256, 512), (1024, 4096)):
         sizes = {"partition_bytes": partition_bytes, "credit_bytes": credit_bytes}
-        for figures in two_ranks.run(peers.figures, "mlp", tuple(sizes.items())):
+        for figures in two_ranks.run(peers.figures, "mlp", sizes):
             assert sizes.items() <= figures.items()
             whole = figures["bytes_per_step"]
             assert whole / partition_bytes / 2 < figures["chunks"] <= 2 * whole / partition_bytes
@@ -40,12 +41,6 @@ def test_sizes_are_bytes(two_ranks: Ranks) -> None:
         assert figures["bytes_per_step"] == (8 * 16 + 16) * 8
 
 
-def test_steps_are_counted(two_ranks: Ranks) -> None:
-    """Steps were counted by the first tensor seen, which may be unused."""
-    figures = check(two_ranks, peers.unseen_front_parameter)
-    assert [stats["steps"] for stats in figures] == [7, 7]
-
-
 def test_fifo_sends_as_ready(two_ranks: Ranks, tmp_path: Path) -> None:
     sent = two_ranks.run(peers.sends, str(tmp_path))[0]
     layers = [name.partition(".")[0] for _, name in sent]
@@ -53,13 +48,14 @@ def test_fifo_sends_as_ready(two_ranks: Ranks, tmp_path: Path) -> None:
     assert layers == sorted(layers, reverse=True)
 
 
-def test_registration_order_does_not_matter(two_ranks: Ranks) -> None:
-    check(two_ranks, peers.registered_last_first)
-
-
-def test_forward_between_backward_and_step(two_ranks: Ranks) -> None:
-    """It made step() send everything again."""
-    check(two_ranks, peers.forward_between_backward_and_step)
+@cases(
+    *of(peers, "registered_last_first unseen_front_parameter"),
+    # It made step() send everything again.
+    *of(peers, "forward_between_backward_and_step"),
+)
+def test_steps_are_counted(two_ranks: Ranks, script: Script, args: list[Any]) -> None:
+    """Steps were counted by the first tensor seen, which may be unused."""
+    assert [stats["steps"] for stats in check(two_ranks, script)] == [7, 7]
 
 
 def test_waiting_burns_no_cpu(two_ranks: Ranks) -> None:

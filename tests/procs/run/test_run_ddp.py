@@ -28,24 +28,19 @@ class Row(NamedTuple):
     args: tuple[Any, ...] = ()
 
 
+BOTH = ("cross", "cross")
 CASES: dict[str, Row] = {
-    row.case.__name__: row
+    "-".join([row.case.__name__, *map(str, row.args)]): row
     for row in (
         Row(scripts.optimizer_after_ddp),
-        Row(scripts.optimizer_before_ddp),
+        Row(scripts.optimizer_before_ddp, args=(1,)),
+        Row(scripts.optimizer_before_ddp, args=(2,)),
         Row(scripts.mixed_by_all_to_alls),
         Row(scripts.mixed_by_functional_all_to_alls),
-        Row(scripts.two_models, ["cross", "cross"]),
-        Row(
-            scripts.two_models_of_one_optimizer,
-            said="this AdamW is already wrapped, with another model",
-        ),
-        Row(scripts.two_optimizers, ["cross", "cross"]),
-        Row(scripts.another_optimizer_is_never_used),
-        Row(scripts.a_new_optimizer_in_the_middle),
-        Row(scripts.one_of_two_optimizers_is_replaced, ["cross", "cross"]),
-        Row(scripts.optimizers_take_turns),
-        Row(scripts.ddp_made_again),
+        Row(scripts.two_models, BOTH, args=(False,)),
+        Row(scripts.two_models, said="this AdamW is already wrapped, with another", args=(True,)),
+        *(Row(scripts.two_optimizers, BOTH, args=(what,)) for what in ("", "replaced", "late")),
+        *(Row(scripts.optimizers_in_turn, args=(turns,)) for turns in ((1,), (0, 1), (0, 1, 0, 1))),
         Row(scripts.optimizer_inside_an_optimizer, ["backward"]),
         Row(optimizers.delegating),
         Row(optimizers.closure),
@@ -57,31 +52,33 @@ CASES: dict[str, Row] = {
         Row(scripts.compiled_later),
         Row(scripts.compiled_as_a_function, [], "nothing calls it outside compiled code"),
         Row(scripts.optimizer_compiled, [], "no step() of an optimizer"),
-        Row(scripts.wrapped_by_the_script),
-        Row(scripts.wrapped_late_by_the_script),
-        Row(scripts.declined_by_the_script, [], "enabled is off"),
+        Row(scripts.wrapped_by_the_script, args=("", {"policy": "fifo"})),
+        Row(scripts.wrapped_by_the_script, args=("late", {})),
+        Row(scripts.wrapped_by_the_script, [], "enabled is off", ("", {"enabled": False})),
         Row(models.sparse_gradients, [], "has sparse gradients"),
         Row(scripts.special_parameters, [], "is a Special, not a plain Parameter"),
         Row(scripts.inside_join, [], "join()"),
         Row(scripts.stepped_inside_backward, [], "steps inside the backward pass"),
         Row(scripts.never_trained, [], "no step() of an optimizer"),
         Row(scripts.no_ddp, []),
-        Row(scripts.second_optimizer_begins_later, ["cross", "cross"]),
         Row(scripts.slow_first_step),
         Row(scripts.state_made_by_one_rank),
-        # Which of two it is depends on who is faster.
-        Row(scripts.one_rank_steps_before, [], "the same "),
-        Row(scripts.one_rank_has_other_settings, [], "rank 1 has \"policy = 'fifo'\""),
-        Row(scripts.one_rank_leaves_it, [], "a communication hook is registered on the DDP module"),
-        Row(
-            scripts.wrap_fails_on_one_rank, [], "rank 1 does not wrap: AttributeError: no such hook"
+        *(
+            Row(scripts.one_rank_differs, [], said, (how,))
+            for how, said in (
+                # Which of two it is depends on who is faster.
+                ("steps before", "the same "),
+                ("settings", "rank 1 has \"policy = 'fifo'\""),
+                ("hook", "a communication hook is registered on the DDP module"),
+                ("late", "rank 1 does not wrap: AttributeError: no such hook"),
+            )
         ),
         Row(rounds.probed_everywhere),
         Row(rounds.attacked),
         Row(rounds.probed_on_one_rank, args=(True,)),
-        Row(rounds.frozen_at_wrap),
-        Row(rounds.shared_encoder, ["cross", "cross"], args=("by one",)),
-        Row(rounds.rewrapped, args=(True,)),
+        Row(rounds.frozen, args=(True, "later")),
+        Row(rounds.shared_encoder, BOTH, args=("by one",)),
+        Row(rounds.rewrapped, args=("kept",)),
         Row(rounds.forward_called, args=(True,)),
         Row(rounds.hook_registered, ["plain"], args=("python", 4)),
         Row(scripts.dropped, []),
@@ -90,7 +87,7 @@ CASES: dict[str, Row] = {
 
 
 #: whose settings are looked at
-WITH_SETTINGS = ("wrapped_by_the_script", "optimizer_after_ddp")
+WITH_SETTINGS = ("wrapped_by_the_script--{'policy': 'fifo'}", "optimizer_after_ddp")
 
 
 def addressed(*names: str) -> dict[str, tuple[tuple[str, str], tuple[Any, ...]]]:
@@ -114,7 +111,7 @@ def test_trains_as_without(both_ranks: list[Outcomes], name: str) -> None:
         assert not cases[name]["different"], f"rank {rank}"
         assert cases[name]["modes"] == list(row.modes)
     said, others = (cases[name]["said"] for cases in both_ranks)
-    assert others == [] or name == "one_rank_steps_before"
+    assert others == [] or name == "one_rank_differs-steps before"
     assert len(left(said)) == bool(row.said)
     assert row.said in "".join(left(said))
 
@@ -127,7 +124,7 @@ def test_settings_of_the_script_come_first(both_ranks: list[Outcomes]) -> None:
 
 def test_world_of_one() -> None:
     (rank,) = run_fresh(
-        scripts.run_all, world_size=1, args=(addressed("two_models", "optimizer_after_ddp"),)
+        scripts.run_all, world_size=1, args=(addressed("two_models-False", "optimizer_after_ddp"),)
     )
     for case in outcomes(rank).values():
         assert (case["different"], case["modes"]) == ([], [])

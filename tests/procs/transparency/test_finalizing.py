@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Any
 
 import pytest
 import scripts_finalizing as scripts
-from comparing import check, named
+from comparing import Script, cases, check, each, of
 from ranks import Ranks
 from torch.nn.parallel import DistributedDataParallel
 from training import Job
@@ -16,51 +16,40 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-@named(
-    scripts.finalized,
-    scripts.finalized_views,
-    scripts.finalized_static_graph,
-    scripts.finalized_and_clipped,
-    scripts.finalized_late,
-    scripts.finalized_after_no_sync,
-    scripts.finalized_first,
-    scripts.copied_and_saved,
-    scripts.finalized_once_unwrapped,
+@cases(
+    *each(scripts.finalized, ({}, {"gradient_as_bucket_view": True}, {"static_graph": True})),
+    *of(
+        scripts,
+        """
+        finalized_and_clipped finalized_late finalized_after_no_sync finalized_first
+        finalized_once_unwrapped copied_and_saved
+        """,
+    ),
+    *each(scripts.finalized_in_backward, (0, 3), (False, True)),
 )
-def test_script(two_ranks: Ranks, script: Callable[..., None]) -> None:
-    check(two_ranks, script, kind=scripts.ByHandJob)
+def test_script(two_ranks: Ranks, script: Script, args: list[Any]) -> None:
+    check(two_ranks, script, *args, kind=scripts.ByHandJob)
 
 
 def test_views_of_buckets_that_are_dropped(two_ranks: Ranks) -> None:
     check(two_ranks, scripts.views_of_dropped_buckets)
 
 
+LAZY = {"lazy_bucket_allocation": True}
+
+
 @pytest.mark.parametrize(
-    ("script", "kind"),
+    ("script", "arguments", "kind"),
     [
-        (scripts.lazy_buckets, Job),
-        (scripts.lazy_views, Job),
-        (scripts.lazy_and_finalized, scripts.ByHandJob),
+        (scripts.lazy_buckets, LAZY, Job),
+        (scripts.lazy_buckets, LAZY | {"gradient_as_bucket_view": True}, Job),
+        (scripts.finalized, LAZY, scripts.ByHandJob),
     ],
 )
 def test_buckets_that_are_allocated_in_backward_stay_plain(
-    two_ranks: Ranks, script: Callable[..., None], kind: type[Job]
+    two_ranks: Ranks, script: Script, arguments: dict[str, bool], kind: type[Job]
 ) -> None:
-    check(two_ranks, script, kind=kind, mode="plain")
-
-
-@pytest.mark.parametrize("wrapped_from", [0, 3])
-@pytest.mark.parametrize("looks_for_unused", [False, True])
-def test_a_step_inside_backward(
-    two_ranks: Ranks, wrapped_from: int, looks_for_unused: bool
-) -> None:
-    check(
-        two_ranks,
-        scripts.finalized_in_backward,
-        wrapped_from,
-        looks_for_unused,
-        kind=scripts.ByHandJob,
-    )
+    check(two_ranks, script, arguments, kind=kind, mode="plain")
 
 
 def test_finalizing_inside_backward_unasked_is_an_error(two_ranks: Ranks) -> None:

@@ -5,29 +5,38 @@ from __future__ import annotations
 import functools
 import json
 import os
-from collections.abc import Callable
 from typing import Any
 
 import groups_scripts as scripts
 import pytest
+from comparing import Script, cases, each
 from comparing import check as compare
-from comparing import named
 from ranks import Ranks, run_fresh
 from restless import RestlessJob
 
 check = functools.partial(compare, mode="")
+SCRIPTS = (
+    *(scripts.unused, scripts.accumulated, scripts.clipped, scripts.in_a_closure, scripts.scaled),
+    *(scripts.saved_and_loaded, scripts.kept_gradients, scripts.compiled),
+)
 
 
-@pytest.mark.parametrize("kind", list(scripts.OPTIMIZERS))
+@cases(
+    *each(scripts.trained, ("attribute",), (2,), scripts.OPTIMIZERS),
+    *each(scripts.trained, ("modules", "parameters"), (2,), ("momentum",)),
+    *each(
+        scripts.trained,
+        ("attribute",),
+        (2, 4),
+        ("momentum",),
+        ({"static_graph": True}, {"gradient_as_bucket_view": True}),
+    ),
+    *each(scripts.two_optimizers, (2,), ("attribute", "modules")),
+    *(case for script in SCRIPTS for case in each(script, (2, 4))),
+)
 @pytest.mark.one_in(3)
-def test_two_by_two(four_ranks: Ranks, kind: str) -> None:
-    check(four_ranks, scripts.trained, "attribute", 2, kind)
-
-
-@pytest.mark.parametrize("how", ["modules", "parameters"])
-@pytest.mark.one_in(2)
-def test_a_mapping(four_ranks: Ranks, how: str) -> None:
-    check(four_ranks, scripts.trained, how, 2, "momentum")
+def test_scripts(four_ranks: Ranks, script: Script, args: list[Any]) -> None:
+    check(four_ranks, script, *args)
 
 
 @pytest.mark.parametrize("ways", [1, 2])
@@ -54,27 +63,9 @@ def test_with_settings(four_ranks: Ranks, options: dict[str, Any]) -> None:
     check(four_ranks, scripts.trained, "attribute", 2, "momentum", **options)
 
 
-@named(
-    scripts.unused,
-    scripts.accumulated,
-    scripts.clipped,
-    scripts.in_a_closure,
-    scripts.scaled,
-    scripts.saved_and_loaded,
-    scripts.static_graph,
-    scripts.bucket_views,
-    scripts.kept_gradients,
-    scripts.compiled,
-)
-@pytest.mark.parametrize("ways", [2, 4])
-@pytest.mark.one_in(4)
-def test_scripts(four_ranks: Ranks, script: Callable[..., None], ways: int) -> None:
-    check(four_ranks, script, ways)
-
-
 @pytest.mark.parametrize("script", [scripts.unused, scripts.clipped])
 @pytest.mark.one_in(2)
-def test_sizes_change(four_ranks: Ranks, script: Callable[..., None]) -> None:
+def test_sizes_change(four_ranks: Ranks, script: Script) -> None:
     leader, *_ = check(four_ranks, script, 2, kind=RestlessJob)
     assert int(leader["settings"]) > 2
 
@@ -88,12 +79,6 @@ def test_compression_equals_the_hook_of_ddp(four_ranks: Ranks, ways: int, wire: 
 def test_turns(four_ranks: Ranks) -> None:
     for figures in check(four_ranks, scripts.unused, 2, share=f"groups-{os.getpid()}"):
         assert int(figures["turns"]) >= scripts.STEPS
-
-
-@pytest.mark.parametrize("how", ["attribute", "modules"])
-@pytest.mark.one_in(2)
-def test_two_optimizers(four_ranks: Ranks, how: str) -> None:
-    check(four_ranks, scripts.two_optimizers, 2, how)
 
 
 def test_two_partitions(four_ranks: Ranks) -> None:

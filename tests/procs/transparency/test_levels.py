@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Callable
 from typing import Any
 
+import comparing
 import levels_scripts as scripts
 import pytest
-from ranks import Ranks, address_of, run_fresh
+from ranks import Ranks, run_fresh
 
-HOSTS = [2, 2]
-
-
-def check(ranks: Ranks, script: Callable[..., None], rtol: float, **options: Any) -> set[Any]:
-    """How many levels the ranks say they have, after their weights were found equal."""
-    outcomes = ranks.run(scripts.on_hosts, HOSTS, address_of(script), (), options, rtol)
-    for rank, (found, _) in enumerate(outcomes):
-        assert not found, f"rank {rank}:\n" + "\n".join(found[:20])
-    return {stats["levels"] for _, stats in outcomes}
+check = functools.partial(comparing.check, kind=scripts.HostsJob, hosts=[2, 2])
 
 
 @pytest.mark.parametrize(
@@ -27,16 +20,18 @@ def check(ranks: Ranks, script: Callable[..., None], rtol: float, **options: Any
     ids=["DDP", "a plain module", "compressed"],
 )
 def test_equal_but_for_the_order_of_sums(four_ranks: Ranks, options: Any, rtol: float) -> None:
-    assert check(four_ranks, scripts.trained, rtol, hierarchy="on", **options) == {2}
+    for figures in check(four_ranks, scripts.trained, rtol=rtol, hierarchy="on", **options):
+        assert figures["levels"] == 2
 
 
 def test_equal_bits_where_nothing_is_rounded(four_ranks: Ranks) -> None:
-    assert check(four_ranks, scripts.exact, 0.0, hierarchy="on") == {2}
+    assert {stats["levels"] for stats in check(four_ranks, scripts.exact, hierarchy="on")} == {2}
 
 
 @pytest.mark.parametrize(("hierarchy", "levels"), [("off", {1}), ("auto", {1, 2})])
 def test_all_ranks_decide_alike(four_ranks: Ranks, hierarchy: str, levels: set[int]) -> None:
-    found = check(four_ranks, scripts.trained, 1e-5, hierarchy=hierarchy)
+    figures = check(four_ranks, scripts.trained, rtol=1e-5, hierarchy=hierarchy)
+    found = {int(stats["levels"]) for stats in figures}
     assert len(found) == 1
     assert found <= levels
 

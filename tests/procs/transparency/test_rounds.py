@@ -6,7 +6,6 @@ this rank's own values.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,25 +15,16 @@ import scripts_models as models
 import scripts_optimizers as optimizers
 import scripts_reading as reading
 import scripts_rounds as scripts
-from comparing import Figures, check
+from comparing import Figures, Script, cases, check, each, of
 from ranks import Ranks, address_of
 from training import Job
 
 from bytesched.plugins.figures.unseen import ROUNDING, UNSEEN
 
-Script = Callable[..., None]
-
 #: Below a layer, and few enough to be quick.
 SIZES: dict[str, Any] = {"partition_bytes": 256, "credit_bytes": 512}
 #: Each bucket of DDP's at once: three ranks' sums depend on where a chunk begins.
 WHOLE: dict[str, Any] = {"partition_bytes": 0, "credit_bytes": 0}
-
-
-def cases(*given: tuple[Any, ...]) -> pytest.MarkDecorator:
-    """A test for each script and its arguments."""
-    ids = ["-".join([script.__name__, *map(str, args)]) for script, *args in given]
-    return pytest.mark.parametrize(("script", "args"), [(s, a) for s, *a in given], ids=ids)
-
 
 views = pytest.mark.parametrize("views", [False, True], ids=["apart", "views"])
 #: every change tries two kinds, of scripts one kind each
@@ -66,90 +56,61 @@ def equal(
     return check(ranks, way, address_of(script), *args, kind=kind, **given, **sizes)
 
 
+BOTH = (False, True)
 ROUNDS = [
-    (scripts.called_around,),
-    (scripts.probed_everywhere,),
-    (scripts.probed_before_the_step,),
-    (scripts.attacked,),
+    *of(scripts, "called_around probed_everywhere probed_before_the_step attacked"),
     (scripts.probed_on_one_rank, False),
-    (scripts.forward_called, False),
-    (scripts.forward_called, True),
-    (scripts.forward_called_each_time,),
-    (scripts.forward_for_a_look,),
-    (scripts.two_backwards,),
-    (scripts.several_forwards,),
-    (gradients.no_sync,),
-    (gradients.accumulation_of_averages,),
-    (scripts.accumulated_with, "buffers"),
-    (scripts.accumulated_with, "unequal"),
-    (scripts.accumulated_with, "unused"),
-    (scripts.accumulated_with, "static"),
+    *each(scripts.forward_called, BOTH),
+    *of(scripts, "forward_for_a_look two_backwards several_forwards"),
+    *of(gradients, "no_sync accumulation_of_averages"),
+    *each(scripts.accumulated_with, ("buffers", "unequal", "unused", "static")),
     (optimizers.closure,),
-    (scripts.exception_caught,),
-    (scripts.checkpointed_twice,),
+    *of(scripts, "exception_caught checkpointed_twice"),
 ]
 WHOSE = [
-    (scripts.frozen_at_wrap,),
-    (scripts.thawed_before_wrap,),
+    (scripts.frozen, True, "later"),
+    (scripts.frozen, False, "before wrap"),
     (models.frozen_for_a_while,),
-    (scripts.shared_encoder, "by one"),
-    (scripts.shared_encoder, "by one, detached"),
-    (scripts.shared_encoder, "by both"),
+    *each(scripts.shared_encoder, ("by one", "by one, detached", "by both")),
     (scripts.nested,),
-    (scripts.rewrapped, False),
-    (scripts.rewrapped, True),
+    *each(scripts.rewrapped, ("kept", "dropped")),
     (models.ignored_by_ddp,),
     (scripts.own_group,),
 ]
 BESIDE = [
-    (scripts.regularised_beside, True),
-    (scripts.regularised_beside, False),
-    (scripts.submodule_beside,),
-    (scripts.built_before_and_run_after,),
-    (scripts.grad_taken_beside,),
+    *each(scripts.regularised_beside, BOTH),
+    *of(scripts, "submodule_beside built_before_and_run_after grad_taken_beside"),
 ]
 SETTINGS = [
     (scripts.unwrapped_and_wrapped,),
-    (scripts.wrapped_in_the_middle, True),
-    (scripts.wrapped_in_the_middle, False),
+    *each(scripts.wrapped_in_the_middle, BOTH),
     (optimizers.parameter_groups,),
-    (scripts.optimizer_for_each_phase, False),
-    (scripts.optimizer_for_each_phase, True),
+    *each(scripts.optimizer_for_each_phase, BOTH),
 ]
 GRADIENTS = [
-    *((gradients.zeroed, how) for how in ("to_none", "to_zero", "model", "never")),
-    (scripts.gradients_kept, True),
-    (scripts.gradients_kept, False),
-    (gradients.gradients_read,),
-    (gradients.gradients_read_after_step,),
-    (gradients.gradients_replaced,),
-    (gradients.gradients_scaled_in_place,),
-    (gradients.gradients_dropped,),
+    *each(gradients.zeroed, ("to_none", "to_zero", "model", "never")),
+    *each(gradients.gradients_kept, BOTH),
+    *of(gradients, "gradients_read gradients_read_after_step gradients_replaced"),
+    *of(gradients, "gradients_written gradients_dropped gradients_zeroed_before_step clip_norm"),
     (scripts.gradients_changed_after_the_step,),
-    (gradients.gradients_zeroed_before_step,),
-    (gradients.clip_norm,),
     (optimizers.grad_scaler, "sgd_momentum"),
 ]
 MODELS = [
     (models.unused, "differing_ranks"),
-    (models.unused_static, True),
-    (models.unused_static, False),
-    (models.static_graph,),
+    *each(models.unused_static, BOTH),
+    (models.one_model, "checkpoint_reentrant", {"static_graph": True}),
     (models.autocast,),
-    *((models.one_model, name) for name in ("checkpoint", "checkpoint_reentrant", "tied")),
-    *((models.one_model, name) for name in ("tied_by_data", "mixed_dtypes", "batch_norm")),
+    *each(models.one_model, ("checkpoint", "checkpoint_reentrant", "tied", "tied_by_data")),
+    *each(models.one_model, ("mixed_dtypes", "batch_norm")),
     (scripts.ddp_copied_each_step,),
-    (reading.saved,),
-    (reading.state_dicts,),
-    *((scripts.read_elsewhere, how, at) for how in ("player", "views", "numpy") for at in (0, 4)),
+    *of(reading, "saved state_dicts"),
+    *each(scripts.read_elsewhere, ("player", "views", "numpy"), (0, 4)),
 ]
 CROSSING = [*ROUNDS, *WHOSE, *BESIDE, *SETTINGS, *GRADIENTS, *MODELS]
 LEFT_TO_DDP = [
-    (scripts.hook_registered, "python", 0),
-    (scripts.hook_registered, "python", 4),
+    *each(scripts.hook_registered, ("python",), (-1, 0, 4)),
     (scripts.hook_registered, "builtin", 4),
-    (scripts.in_a_context, 0),
-    (scripts.in_a_context, 4),
+    *each(scripts.in_a_context, (0, 4)),
 ]
 
 
@@ -171,7 +132,7 @@ def test_left_to_ddp(
 
 
 #: With views, what a script keeps of a bucket is written by its reducer alone: see limits.md.
-NOT_KEPT = [case for case in CROSSING if case[0] is not scripts.gradients_kept]
+NOT_KEPT = [case for case in CROSSING if case[0] is not gradients.gradients_kept]
 
 
 @pytest.mark.parametrize(
@@ -180,7 +141,7 @@ NOT_KEPT = [case for case in CROSSING if case[0] is not scripts.gradients_kept]
 @cases(
     *NOT_KEPT,
     *LEFT_TO_DDP,
-    *((scripts.joined, finds_unused, 6) for finds_unused in (False, True)),
+    *each(scripts.joined, BOTH, (6,)),
 )
 @pytest.mark.one_in(8)
 def test_turns(two_ranks: Ranks, script: Script, args: list[Any], views: bool) -> None:
@@ -247,24 +208,10 @@ def test_sparse_gradients(two_ranks: Ranks, views: bool) -> None:
 
 
 @views
-@pytest.mark.parametrize(
-    "script", [scripts.complex_numbers, scripts.complex_and_accumulated], ids=["round", "rounds"]
-)
-def test_complex_numbers(two_ranks: Ranks, script: Script, views: bool) -> None:
+@cases(*of(scripts, "complex_numbers complex_and_accumulated"))
+def test_complex_numbers(two_ranks: Ranks, script: Script, args: list[Any], views: bool) -> None:
     """Hooks of ours reduce them, not DDP's."""
-    equal(two_ranks, script, views, [])
-
-
-@pytest.mark.parametrize(
-    "when",
-    [
-        "after",
-        *(pytest.param(when, marks=pytest.mark.nightly) for when in ("before", "inside")),
-    ],
-)
-def test_compiled(two_ranks: Ranks, when: str) -> None:
-    mode = "cross" if when == "inside" else "backward"
-    equal(two_ranks, scripts.compiled, False, [when], mode=mode)
+    equal(two_ranks, script, views, args)
 
 
 @views
@@ -313,7 +260,7 @@ def test_ranks_stay_alike_when_strides_change(two_ranks: Ranks, views: bool) -> 
 
 def test_a_checkpoint_that_adds_to_a_round_that_is_over_is_refused(two_ranks: Ranks) -> None:
     for text in two_ranks.run(scripts.checkpointed_twice_later, ways.RoundsJob):
-        assert "step 5: 'module.first." in text
+        assert text.startswith("PluginError: 'module.first.")
         assert "got another gradient" in text
 
 

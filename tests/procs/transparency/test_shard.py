@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,74 +9,61 @@ import pytest
 import scripts_gradients as gradients
 import scripts_models as models
 import scripts_optimizers as optimizers
+import scripts_rounds as rounds
 import scripts_shard as shard
 import scripts_split as split
 import scripts_untaken as unstepped
 import torch
-from comparing import check, named
+from comparing import Script, cases, check, of
 from ranks import Ranks
 from training import differences
 
 import bytesched
 
 
-@named(
-    split.norm_only_logged,
-    split.norms_of_rows,
-    split.clipped_by_hand,
-    split.two_optimizers,
-    split.accumulated,
-    split.clipped_and_kept,
-    gradients.no_sync,
-    gradients.accumulation_of_averages,
-    gradients.clip_value,
-    gradients.clip_some,
-    gradients.gradients_written_through_data,
-    gradients.gradients_replaced,
-    gradients.gradients_dropped,
-    gradients.gradients_read,
-    gradients.gradients_zeroed_before_step,
-    models.frozen_layer,
-    optimizers.parameter_groups,
-    optimizers.added_group,
-    optimizers.tensor_lr,
-    optimizers.two_optimizers,
-    optimizers.parameters_outside_the_model,
-    optimizers.parameters_outside_the_optimizer,
-    shard.unwrapped_before_step,
-    unstepped.unused_in_between,
-    unstepped.zeroed_in_place,
-    unstepped.scaled_by_each_rank,
-    unstepped.changed_and_flushed,
-    unstepped.some_taken_later,
-    unstepped.kept_and_not_read,
-    shard.saved_before_a_barrier,
-    models.unfrozen_in_place,
-    models.ignored_by_ddp,
-    shard.read_after_step,
-    shard.loaded,
-    shard.cut_by_kind,
-    shard.profiled,
-    shard.cut_and_tied,
-    shard.held_and_read_when_unused,
-    shard.all_in_closures,
-    shard.asked_between_steps,
-    shard.dropped_before_backward,
-    shard.copied_and_pickled,
-    shard.adversaries,
-    optimizers.two_steps_in_a_row,
-    optimizers.step_every_other_backward,
-    optimizers.step_skipped,
-    optimizers.closure,
-    optimizers.closure_that_only_looks,
-    optimizers.closure_beside_no_sync,
-    optimizers.muon,
-    optimizers.adafactor,
-    optimizers.hooks_that_write,
+@cases(
+    (split.norm_logged, "all"),
+    *of(split, "norms_of_parts clipped_by_hand two_optimizers accumulated clipped_and_kept"),
+    *of(
+        gradients,
+        """
+        no_sync accumulation_of_averages clip_some gradients_written gradients_replaced
+        gradients_dropped gradients_read gradients_zeroed_before_step
+        """,
+    ),
+    *of(
+        optimizers,
+        """
+        parameter_groups added_group tensor_lr two_optimizers parameters_outside_the_model
+        parameters_outside_the_optimizer two_steps_in_a_row step_every_other_backward step_skipped
+        closure closure_that_only_looks closure_beside_no_sync hooks_that_write
+        """,
+    ),
+    *([(optimizers.muon,)] if hasattr(torch.optim, "Muon") else []),
+    (optimizers.one_optimizer, "adafactor"),
+    *of(
+        unstepped,
+        """
+        unused_in_between zeroed_in_place scaled_by_each_rank changed_and_flushed some_taken_later
+        kept_and_not_read held_and_read_when_unused
+        """,
+    ),
+    *of(
+        shard,
+        """
+        unwrapped_before_step saved_before_a_barrier read_after_step loaded cut_by_kind profiled
+        cut_and_tied all_in_closures asked_between_steps dropped_before_backward
+        copied_and_pickled adversaries
+        """,
+    ),
+    (models.one_model, "frozen"),
+    (rounds.frozen, False, "later"),
+    (models.ignored_by_ddp,),
+    (models.work_on_one_rank, False),
 )
 @pytest.mark.one_in(4)
-def test_script(two_ranks: Ranks, script: Callable[..., None]) -> None:
-    check(two_ranks, script, shard=True)
+def test_script(two_ranks: Ranks, script: Script, args: list[Any]) -> None:
+    check(two_ranks, script, *args, shard=True)
 
 
 @pytest.mark.parametrize("options", [{"shard": True}, {"split": "on"}, {}], ids=str)
@@ -86,34 +72,22 @@ def test_models_are_clipped_together(two_ranks: Ranks, options: dict[str, Any]) 
     check(two_ranks, optimizers.two_models_clipped_together, **options)
 
 
-@named(
-    split.giant_and_unused,
-    split.clipped_in_a_closure,
-    split.each_clipped_by_itself,
-    gradients.clip_norm,
-    split.norm_after_changes,
-    split.nonfinite_norm,
-    shard.cut_and_clipped,
-    shard.hooked_last,
+@cases(
+    *of(split, "giant_and_unused clipped_in_a_closure each_clipped_by_itself norm_after_changes"),
+    *of(split, "nonfinite_norm"),
+    *of(gradients, "clip_norm"),
+    *of(shard, "cut_and_clipped hooked_last"),
 )
 @pytest.mark.one_in(3)
 def test_norms_of_tensors_with_several_owners_are_rounded(
-    two_ranks: Ranks, script: Callable[..., None]
+    two_ranks: Ranks, script: Script, args: list[Any]
 ) -> None:
-    check(two_ranks, script, shard=True, rtol=1e-5)
+    check(two_ranks, script, *args, shard=True, rtol=1e-5)
 
 
-def test_work_on_one_rank(two_ranks: Ranks) -> None:
-    check(two_ranks, models.work_on_one_rank, False, shard=True)
-
-
-def test_unused_in_between_on_three_ranks(three_ranks: Ranks) -> None:
-    check(three_ranks, unstepped.unused_in_between, shard=True, rtol=1e-5)
-
-
-@named(shard.hooked_last, shard.all_in_closures)
-def test_updates_that_do_not_cross(two_ranks: Ranks, script: Callable[..., None]) -> None:
-    check(two_ranks, script, False, shard=True, mode="backward", rtol=1e-5)
+@cases(*of(shard, "hooked_last all_in_closures"))
+def test_updates_that_do_not_cross(two_ranks: Ranks, script: Script, args: list[Any]) -> None:
+    check(two_ranks, script, shard=True, mode="backward", rtol=1e-5, cross_barrier=False)
 
 
 def test_state_is_held_by_owners_alone(two_ranks: Ranks) -> None:
@@ -161,8 +135,9 @@ def test_children_read_no_gradient_of_other_ranks(two_ranks: Ranks) -> None:
         assert "which a forked child cannot ask" in raised
 
 
-def test_more_ranks(three_ranks: Ranks) -> None:
-    check(three_ranks, shard.cut_and_clipped, shard=True, rtol=1e-5)
+@cases((shard.cut_and_clipped,), (unstepped.unused_in_between,))
+def test_more_ranks(three_ranks: Ranks, script: Script, args: list[Any]) -> None:
+    check(three_ranks, script, shard=True, rtol=1e-5)
 
 
 def test_saved_on_three_ranks_loaded_on_two_and_plain(

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any, cast
 
+import comparing
 import pytest
 import torch
-from ranks import Ranks, address_of
+from ranks import Ranks
 from restless import ScriptedJob
 from torch import Tensor, nn
-from torch.nn.utils import clip_grad_norm_
-from training import Job, compare, sgd
+from training import Job, sgd, train
 
 import bytesched
 from bytesched.plugins.proxies.pending import is_held
@@ -49,27 +49,21 @@ def whole_numbers(job: Job, step: int) -> Tensor:
     return job.inputs(step, 2, WIDTH).mul(8).round().mul(12)
 
 
-def changing(
-    job: Job, steps: int, clips: bool = False, buckets: dict[str, float] | None = None
-) -> None:
+def changing(job: Job, steps: int, buckets: dict[str, float]) -> None:
     """Training; what was pending, and how the ranks agreed, goes to the figures."""
     sums = Sums()
-    model = job.ddp(sums, **buckets or {})
+    model = job.ddp(sums, **buckets)
     optimizer = job.wrap(sgd(model, lr=2.0**-10), model)
     held, sizes = [], []
-    for step in range(steps):
-        held.append(any(is_held(parameter) for parameter in sums.parameters()))
-        optimizer.zero_grad()
-        loss = model(whole_numbers(job, step))
-        loss.backward()
-        if clips:
-            job.record(f"norm {step}", clip_grad_norm_(model.parameters(), 1.0))
-        optimizer.step()
-        job.record(f"loss {step}", loss)
+
+    def look(step: int) -> None:
         # A tuner is asked when the first round is over.
         if job.wrapped and step:
-            stats = bytesched.stats(optimizer)
-            sizes.append(str(stats["partition_bytes"]))
+            sizes.append(str(bytesched.stats(optimizer)["partition_bytes"]))
+        held.append(any(is_held(parameter) for parameter in sums.parameters()))
+
+    loss = lambda step: model(whole_numbers(job, step))  # noqa: E731
+    train(job, model, optimizer, steps=steps, loss=loss, after_step=look)
     job.record_state(model, optimizer)
     passed = [any(calls) for calls in zip(*(layer.pending for layer in sums.layers), strict=True)]
     figures: dict[str, Any] = {
@@ -81,25 +75,10 @@ def changing(
 
 
 def check(
-    ranks: Ranks,
-    steps: int,
-    *turns: tuple[Setting, int],
-    clips: bool = False,
-    buckets: dict[str, float] | None = None,
-    **options: object,
+    ranks: Ranks, steps: int, *turns: tuple[Setting, int], **buckets: float
 ) -> list[dict[str, Any]]:
     """The values are those of plain DDP, to the last bit; the figures of every rank."""
-    outcomes = ranks.run(
-        compare,
-        address_of(changing),
-        (steps, clips, buckets),
-        {"turns": turns, **options},
-        0.0,
-        ScriptedJob,
-    )
-    for rank, (found, _) in enumerate(outcomes):
-        assert not found, f"rank {rank}:\n" + "\n".join(found[:20])
-    return [figures for _, figures in outcomes]
+    return comparing.check(ranks, changing, steps, buckets, kind=ScriptedJob, mode="", turns=turns)
 
 
 def setting(layers: float) -> Setting:
@@ -115,7 +94,7 @@ def test_gates_wait_for_the_bundles_of_the_new_cut(two_ranks: Ranks, then: float
     for figures in check(two_ranks, 12, (setting(1), 4), (setting(then), 1)):
         assert figures["sizes"].split()[-1] == str(int(then * LAYER_BYTES))
         # Nothing reads a weight between step() and forward, where the gates alone release it.
-        assert "h" in figures["held"][6:]
+        assert "h" in figures["held"][5:]
         # In the first two passes the order of first use is observed, by the same means.
         assert "p" not in figures["passed"][2:]
 
@@ -135,7 +114,7 @@ def test_chunks_change_where_the_script_has_sized_buckets(two_ranks: Ranks) -> N
     buckets = {"bucket_cap_mb": 4.5 * LAYER_BYTES / (1 << 20)}
     for sizes, chunks in (((2, 100), 2), ((100, 0.5), 14)):
         turns = [(setting(size), 4) for size in sizes]
-        for figures in check(two_ranks, 12, *turns, buckets=buckets):
+        for figures in check(two_ranks, 12, *turns, **buckets):
             assert figures["chunks"] == chunks
 
 

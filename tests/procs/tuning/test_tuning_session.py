@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import time
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import comparing
 import pytest
 import scripts_gradients as gradients
 import scripts_models as models
 import scripts_optimizers as optimizers
-import scripts_reading as reading
-from ranks import Ranks, address_of
+import scripts_rounds as rounds
+import scripts_shard as shard
+import soak_cases
+from comparing import Script, cases, each
+from ranks import Ranks
 from restless import RestlessJob, replace_tuner
 from torch import nn
-from training import Job, compare, sgd
+from training import STEPS, Job, sgd, train
 
 import bytesched
 from bytesched.tunable import Decision, RunFacts, Steps
@@ -26,88 +30,38 @@ from bytesched.tuning import file as tunefile
 from bytesched.tuning.file import TuningFile
 from bytesched.tuning.online import OnlineTuner, find_tuner
 
-
-def check(
-    ranks: Ranks, script: Callable[..., None], *args: object, rtol: float = 0, **options: object
-) -> int:
-    """The script's values are those of plain DDP; how many settings it was trained under."""
-    outcomes = ranks.run(compare, address_of(script), args, options, rtol, RestlessJob)
-    for rank, (found, _) in enumerate(outcomes):
-        assert not found, f"rank {rank}:\n" + "\n".join(found[:20])
-    return int(outcomes[0][1]["settings"])
+check = functools.partial(comparing.check, kind=RestlessJob, mode="")
 
 
-@pytest.mark.parametrize("name", ["sgd_momentum", "adamw_foreach", "adam_fused"])
-@pytest.mark.one_in(2)
-def test_optimizer(two_ranks: Ranks, name: str) -> None:
-    assert check(two_ranks, optimizers.one_optimizer, name) >= 3
-
-
-@pytest.mark.parametrize(
-    "name", ["tied", "attention", "batch_norm", "checkpoint_reentrant", "raw_kernel"]
+@cases(
+    *each(optimizers.one_optimizer, ("sgd_momentum", "adamw_foreach", "adam_fused")),
+    *each(models.one_model, ("tied", "attention", "batch_norm", "raw_kernel")),
+    (models.one_model, "checkpoint_reentrant", {"static_graph": True}),
+    *each(models.compiled, ("whole", "inner"), ("aot_eager",)),
 )
 @pytest.mark.one_in(2)
-def test_model(two_ranks: Ranks, name: str) -> None:
-    assert check(two_ranks, models.one_model, name) >= 3
+def test_settings_change(two_ranks: Ranks, script: Script, args: list[Any]) -> None:
+    leader, _ = check(two_ranks, script, *args)
+    assert int(leader["settings"]) >= 3
 
 
-@pytest.mark.parametrize(
-    "script",
-    [
-        optimizers.two_optimizers,
-        optimizers.closure,
-        optimizers.lbfgs,
-        optimizers.step_every_other_backward,
-        optimizers.step_skipped,
-        models.view_of_buckets,
-        models.static_graph,
-        models.unfrozen_in_place,
-        models.frozen_for_a_while,
-        models.unused_and_accumulated,
-        models.frozen_layer,
-        models.autocast,
-        gradients.no_sync,
-        gradients.several_forwards_one_backward,
-        gradients.clip_norm,
-        gradients.gradients_kept,
-        gradients.gradients_read_after_step,
-        gradients.gradients_referred_to,
-        gradients.two_losses,
-        gradients.user_gradient_hooks,
-        reading.weights_read,
-        reading.averaged_model,
-        reading.state_dicts,
-        reading.saved,
-        reading.resumed,
-        reading.evaluated,
-        reading.unwrapped_in_the_middle,
-    ],
-    ids=lambda script: script.__name__,
+@cases(
+    *((script,) for script in soak_cases.scripts().values()),
+    (models.unused, "differing_ranks"),
+    (rounds.unwrapped_and_wrapped,),
+    (rounds.frozen, False, "later"),
+    # Chunks have memory of their own on the wire.
+    (gradients.compressed, "bf16"),
 )
-@pytest.mark.one_in(4)
-def test_script(two_ranks: Ranks, script: Callable[..., None]) -> None:
-    check(two_ranks, script)
+@pytest.mark.one_in(12)
+def test_script(two_ranks: Ranks, script: Script, args: list[Any]) -> None:
+    check(two_ranks, script, *args)
 
 
-def test_unused_parameters(two_ranks: Ranks) -> None:
-    check(two_ranks, models.unused, "differing_ranks")
-
-
-@pytest.mark.parametrize("script", [optimizers.two_models, models.different_starts])
-def test_plain_modules(two_ranks: Ranks, script: Callable[..., None]) -> None:
+@cases((shard.adversaries,), (models.different_starts,))
+def test_plain_modules(two_ranks: Ranks, script: Script, args: list[Any]) -> None:
     """Without DDP there is nothing that scheduling could be left to."""
     check(two_ranks, script, module_alone=True)
-
-
-@pytest.mark.parametrize("what", ["whole", "inner"])
-@pytest.mark.one_in(2)
-def test_compiled(two_ranks: Ranks, what: str) -> None:
-    assert check(two_ranks, models.compiled, what, "aot_eager") >= 3
-
-
-def test_compressed(two_ranks: Ranks) -> None:
-    """Chunks have memory of their own on the wire."""
-    check(two_ranks, gradients.compressed, "bf16", compression="bf16")
 
 
 LAYERS = 6
@@ -133,49 +87,51 @@ class Spy(OnlineTuner):
         return super().decide(steps)
 
 
+def spying(config: bytesched.Config) -> Spy:
+    tuner = find_tuner(config)
+    assert tuner is not None
+    tuner.__class__ = Spy
+    assert isinstance(tuner, Spy)
+    return tuner
+
+
 def tuned(file: str, steps: int, fields: dict[str, Any]) -> dict[str, Any]:
     """What a rank saw of a training that tunes itself."""
     job = Job(wrapped=True)
-    module = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
-    model = job.ddp(module)
+    model = job.ddp(nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))))
     optimizer = sgd(model, lr=0.01)
-
-    def spying(config: bytesched.Config) -> Spy:
-        tuner = find_tuner(config)
-        assert tuner is not None
-        tuner.__class__ = Spy
-        assert isinstance(tuner, Spy)
-        return tuner
-
-    replace_tuner(spying)
     Spy.durations_s, Spy.busy_s, Spy.sent_bytes = (), 0.0, 0
     sizes = set()
+
+    def look(step: int) -> None:
+        # The tuner is asked when the first round is over.
+        if step:
+            stats = bytesched.stats(optimizer)
+            is_off = stats["mode"] == "plain"
+            sizes.add((stats["partition_bytes"], stats["credit_bytes"], is_off))
+
+    replace_tuner(spying)
     began_s = time.monotonic()
     # On a busy machine, loopback is another link every time.
     any_link = mock.patch.multiple(tunefile, _SAME_BANDWIDTH=math.inf, _NO_OVERHEAD_S=math.inf)
-    any_link.start()
     try:
-        bytesched.wrap(optimizer, model, tune=True, tune_file=file, **fields)
-        for step in range(steps):
-            optimizer.zero_grad()
-            model(job.inputs(step, 4, WIDTH)).square().mean().backward()
-            optimizer.step()
-            stats = bytesched.stats(optimizer)
-            # The tuner is asked when the first round is over.
-            if step:
-                is_off = stats["mode"] == "plain"
-                sizes.add((stats["partition_bytes"], stats["credit_bytes"], is_off))
-        bytesched.unwrap(optimizer)
-        ended_s = time.monotonic()
+        with any_link:
+            bytesched.wrap(optimizer, model, tune=True, tune_file=file, **fields)
+            train(
+                job,
+                model,
+                optimizer,
+                steps=steps,
+                inputs=lambda step: job.inputs(step, 4, WIDTH),
+                after_step=look,
+            )
+            bytesched.unwrap(optimizer)
+            ended_s = time.monotonic()
     finally:
         replace_tuner(find_tuner)
-        any_link.stop()
-    weights = [parameter.detach().clone() for parameter in model.parameters()]
     return {
         "sizes": sizes,
-        "stats": stats,
-        "weights": weights,
-        "bytes": sum(weight.nbytes for weight in weights),
+        "bytes": sum(parameter.nbytes for parameter in model.parameters()),
         "steps": len(Spy.durations_s),
         "step_s": sum(Spy.durations_s),
         "seconds": ended_s - began_s,
@@ -236,26 +192,20 @@ class Failing:
         raise ArithmeticError("nor at the end")
 
 
-def failed(silent: bool) -> Sequence[float]:
+def failed(silent: bool) -> int:
+    """How many steps were trained."""
     replace_tuner(lambda config: Failing(silent=silent))
     try:
         job = Job(wrapped=True)
         model = job.ddp(nn.Linear(8, 4))
-        optimizer = sgd(model)
-        bytesched.wrap(optimizer, model, tune=True)
-        losses = []
-        for step in range(6):
-            optimizer.zero_grad()
-            loss = model(job.inputs(step)).square().mean()
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
+        optimizer = bytesched.wrap(sgd(model), model, tune=True)
+        train(job, model, optimizer)
         bytesched.unwrap(optimizer)
     finally:
         replace_tuner(find_tuner)
-    return losses
+    return len(job.records)
 
 
 @pytest.mark.parametrize("silent", [True, False])
 def test_a_tuner_that_fails_does_not_end_the_training(two_ranks: Ranks, silent: bool) -> None:
-    assert all(len(losses) == 6 for losses in two_ranks.run(failed, silent))
+    assert two_ranks.run(failed, silent) == [STEPS, STEPS]
