@@ -34,6 +34,8 @@ class Slot:
         "alias",
         "awaits",
         "bundle",
+        "first_address",
+        "is_lent",
         "is_shared",
         "known_uses",
         "member",
@@ -60,9 +62,23 @@ class Slot:
         self.over_one_memory: list[Slot] = [self]
         #: how many tensors are over it while no others are
         self.known_uses = ALONE
-        #: where it was when somebody asked whether other processes have it, and the answer
+        #: where it was when somebody asked whether others may have its memory, and the answer
         self.address = 0
         self.is_shared = False
+        #: Torch did not allocate it, as that of arrays and files. Later that cannot be told from an
+        #: array that was made of it for a moment.
+        self.is_lent = not parameter.untyped_storage().resizable()
+        self.first_address = parameter.data_ptr()
+
+    def lies_at(self, address: int) -> None:
+        """Its memory is there now."""
+        parameter = self.parameter
+        if address != self.first_address:
+            self.is_lent = not parameter.untyped_storage().resizable()
+        self.address = address
+        self.count_uses()
+        # Memory that other processes have is a new one. All of a device's could be.
+        self.is_shared = self.is_lent or (parameter.device.type == "cpu" and parameter.is_shared())
 
     def stand_for(self) -> bool:
         """There is an alias over the parameter's memory from now on; whether it is a new one."""

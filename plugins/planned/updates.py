@@ -139,10 +139,7 @@ class Updates:
                 if type(parameter) is PendingParameter:
                     synchronize_now(parameter)
                 if (address := parameter.data_ptr()) != slot.address:
-                    # Memory that other processes have is a new one. All of a device's could be.
-                    slot.address = address
-                    slot.count_uses()
-                    slot.is_shared = _is_shared(parameter)
+                    slot.lies_at(address)
                 storage = parameter.untyped_storage()
                 if slot.is_shared or use_count(storage._cdata) > slot.known_uses:
                     return f"the memory of {slot.name!r} is used elsewhere, too"
@@ -339,14 +336,6 @@ def _calls(
         taken = debt.hyperparameters
         groups.setdefault(id(taken), (taken, []))[1].extend(debt.slots)
     return [(by, list(groups.values())) for by, groups in steps.items()]
-
-
-def _is_shared(parameter: nn.Parameter) -> bool:
-    """Whether others may have its memory: other processes, or who has given it to torch."""
-    if parameter.device.type == "cpu" and parameter.is_shared():
-        return True
-    # Of numpy's arrays, of files and of multiprocessing.shared_memory: torch did not allocate it.
-    return not parameter.untyped_storage().resizable()
 
 
 def _increment_versions(parameters: list[nn.Parameter]) -> None:

@@ -161,6 +161,13 @@ def test_forgotten_updates_are_not_made(run_of: Make) -> None:
     assert states(run) == {BundleState.FREE}
 
 
+def test_an_array_that_was_made_of_a_weight_and_is_gone_is_no_reason_to_wait(run_of: Make) -> None:
+    run = run_of()
+    run.model.module[0].weight.detach().numpy()
+    run.train(1)
+    assert run.held
+
+
 @pytest.mark.parametrize(
     "how", ["a view", "another parameter", "another process", "an array beneath"]
 )
