@@ -25,7 +25,6 @@ __all__ = [
     "is_horovod_number",
     "mxnet_engine",
     "mxnet_hosts",
-    "mxnet_servers",
     "own_variables",
     "rank_view",
     "seen_variables",
@@ -164,11 +163,6 @@ def horovod_autotunes() -> bool:
 def is_horovod_elastic() -> bool:
     """Return whether Horovod's ranks may come and go."""
     return horovod_number("ELASTIC", 0) > 0
-
-
-def mxnet_servers() -> int:
-    """Return how many servers MXNet's parameter store has according to its worker, at least 1."""
-    return max(_count("DMLC_NUM_SERVER"), 1)
 
 
 def mxnet_hosts() -> tuple[str, str]:
