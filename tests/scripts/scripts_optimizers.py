@@ -76,9 +76,10 @@ SPLITTABLE: dict[str, tuple[type[optim.Optimizer], dict[str, Any]]] = {
 }
 #: of sums over all that is in a tensor, and one that can step whole alone
 OTHERS: dict[str, tuple[type[optim.Optimizer], dict[str, Any]]] = {
-    "adafactor": (optim.Adafactor, {"lr": 0.01}),
     "unknown": (SignDescent, {"lr": 0.01}),
 }
+if hasattr(optim, "Adafactor"):  # from torch 2.5 on
+    OTHERS["adafactor"] = optim.Adafactor, {"lr": 0.01}
 
 
 def one_optimizer(job: Job, name: str) -> None:
