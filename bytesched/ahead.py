@@ -88,16 +88,16 @@ class Planner:
 
     Args:
         policy, credit_bytes: as for `plan_order`.
+        as_ready_s: what an iteration took in which chunks were sent as they became ready.
     """
 
-    def __init__(self, policy: str, credit_bytes: int) -> None:
+    def __init__(self, policy: str, credit_bytes: int, as_ready_s: float = inf) -> None:
         self._policy = policy
         self._credit_bytes = max(1, credit_bytes)
         #: the latest rounds, and the orders that were planned for each of them
         self._rounds: deque[tuple[Sequence[ChunkTimes], Link]] = deque(maxlen=_ROUNDS)
         self._orders: deque[list[list[int]]] = deque(maxlen=_ROUNDS)
-        #: the latest iteration in which chunks were sent as they became ready
-        self._as_ready_s = inf
+        self.as_ready_s = as_ready_s
         #: the latest ones in which they were sent as planned
         self._as_planned_s: deque[float] = deque(maxlen=_PATIENCE)
 
@@ -113,9 +113,9 @@ class Planner:
         if is_planned:
             self._as_planned_s.append(iteration_s)
         else:
-            self._as_ready_s = iteration_s
+            self.as_ready_s = iteration_s
             self._as_planned_s.clear()
-        if len(self._as_planned_s) == _PATIENCE and min(self._as_planned_s) > self._as_ready_s:
+        if len(self._as_planned_s) == _PATIENCE and min(self._as_planned_s) > self.as_ready_s:
             # Chunks come later than the plan has them: it keeps others waiting for nothing.
             return None
         return self.planned(chunks, link)

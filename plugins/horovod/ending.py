@@ -67,7 +67,7 @@ class _Watch:
             )
             session.fail(error)
             raise error
-        for session in self._tunes:
+        for session in list(self._tunes):
             # What failed, and was said to have, does not keep the others waiting for this rank.
             if session.error is None or session.unseen_error is not None:
                 session.flush()
@@ -76,7 +76,7 @@ class _Watch:
         return original(*args)
 
     def _shut_down(self, original: Callable[[], Any]) -> Any:
-        for session in self._tunes:
+        for session in list(self._tunes):
             try:
                 if session.error is None:
                     session.flush()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterable, Sequence, Set
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from itertools import count
 from typing import Any, Final, TypeAlias
 
 import torch
@@ -35,7 +36,7 @@ class Slot:
         "awaits",
         "bundle",
         "first_address",
-        "is_lent",
+        "is_first_lent",
         "is_shared",
         "known_uses",
         "member",
@@ -67,18 +68,19 @@ class Slot:
         self.is_shared = False
         #: Torch did not allocate it, as that of arrays and files. Later that cannot be told from an
         #: array that was made of it for a moment.
-        self.is_lent = not parameter.untyped_storage().resizable()
+        self.is_first_lent = not parameter.untyped_storage().resizable()
         self.first_address = parameter.data_ptr()
 
     def lies_at(self, address: int) -> None:
         """Its memory is there now."""
         parameter = self.parameter
+        is_lent = self.is_first_lent
         if address != self.first_address:
-            self.is_lent = not parameter.untyped_storage().resizable()
+            is_lent = not parameter.untyped_storage().resizable()
         self.address = address
         self.count_uses()
         # Memory that other processes have is a new one. All of a device's could be.
-        self.is_shared = self.is_lent or (parameter.device.type == "cpu" and parameter.is_shared())
+        self.is_shared = is_lent or (parameter.device.type == "cpu" and parameter.is_shared())
 
     def stand_for(self) -> bool:
         """There is an alias over the parameter's memory from now on; whether it is a new one."""
@@ -137,6 +139,8 @@ class Debt:
     by: Update
     hyperparameters: dict[str, Any]
     slots: list[Slot]
+    #: in which they were left: by one step after the other, group by group
+    number: int = field(default_factory=count().__next__)
 
 
 @dataclass(eq=False)

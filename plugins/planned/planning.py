@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from functools import partial
 from math import inf, isfinite
-from statistics import median
+from statistics import median_low
 from time import perf_counter_ns
 from typing import Any, Final
 
@@ -136,8 +136,10 @@ class Planning:
     def forget(self) -> None:
         """The buckets are others from now on."""
         self.stage, self.order, self._rounds = Stage.NEW, None, 0
-        self._planner = Planner(self._policy, self._credit_bytes)
-        self._iterations_ns.clear()
+        # Another layout need not be measured without a plan.
+        as_ready_s = self._planner.as_ready_s
+        self._planner = Planner(self._policy, self._credit_bytes, as_ready_s)
+        self._count_anew()
         self._chunks.clear()
         self.awaited.clear()
         self._times = []
@@ -324,7 +326,7 @@ class Planning:
             *(seconds(measured.common, measured.ready[index]) for index in chunks),
             *gates,
             seconds_per_byte,
-            median(self._iterations_ns) / _S if self._iterations_ns else 0.0,
+            median_low(self._iterations_ns) / _S if self._iterations_ns else 0.0,
         ]
 
     def _plan(self, told: Sequence[float]) -> None:
@@ -366,8 +368,13 @@ class Planning:
 
     def _adopt(self, order: Sequence[int] | None) -> None:
         if (order is None) is not (self.order is None):
-            self._iterations_ns.clear()
+            self._count_anew()
         self.order = order
+
+    def _count_anew(self) -> None:
+        """The iteration under way has begun otherwise."""
+        self._iterations_ns.clear()
+        self._round_began_ns = 0
 
     def gradients(self, buckets: Sequence[Bucket]) -> list[Gradient]:
         """What all ranks have told of those in ``buckets``, in the order in which they are ready.

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from time import perf_counter_ns
 from typing import Any, ClassVar, Final
 
@@ -258,21 +259,22 @@ class Updates:
         began_ns = perf_counter_ns()
         due: list[Debt] = []
         left: dict[Bundle, list[Debt]] = {}
-        for bundle, here in parts.items():
-            debts, rest = bundle.split(here)
-            if debts:
-                due += debts
-                left[bundle] = rest
-        if not due:
-            return False
-        for bundle in left:
-            bundle.state = BundleState.RUNNING
+        # From here on a signal handler that uses any of them is refused.
         self._is_running = True
         try:
+            for bundle, here in parts.items():
+                debts, rest = bundle.split(here)
+                if debts:
+                    due += debts
+                    left[bundle] = rest
+            if not due:
+                return False
+            for bundle in left:
+                bundle.state = BundleState.RUNNING
             with span("bytesched::update"), self._sending.alone():
                 slots = {slot: None for debt in due for slot in debt.slots}
                 make_changes([slot.member for slot in slots if slot.member is not None])
-                for by, groups in _calls(due):
+                for by, groups in calls(due):
                     by(groups)
         except BaseException as error:
             # What was updated and what was not is not known any more.
@@ -326,12 +328,15 @@ class Updates:
         return f"<Updates: {self.owed} of {len(self.bundles)} bundles owed>"
 
 
-def _calls(
+def calls(
     debts: Iterable[Debt],
 ) -> Iterable[tuple[Update, list[tuple[dict[str, Any], list[Slot]]]]]:
-    """Each step by itself, with all of its groups."""
+    """Each step by itself, with all of its groups, in the order in which they were left.
+
+    So parameters over one memory are updated in the optimizer's.
+    """
     steps: dict[Update, dict[int, tuple[dict[str, Any], list[Slot]]]] = {}
-    for debt in debts:
+    for debt in sorted(debts, key=attrgetter("number")):
         groups = steps.setdefault(debt.by, {})
         taken = debt.hyperparameters
         groups.setdefault(id(taken), (taken, []))[1].extend(debt.slots)

@@ -134,6 +134,8 @@ class Owners:
         """The first bucket of a round is ready. In a hook of the reducer: nothing waits."""
         self._refuse_half_a_step()
         # What was sent before is here: its parameters have been used.
+        for row in self._rows:
+            row.work = None
         self._rows.clear()
         self._agreement.rounds += 1
         self._carried.round_begins()
@@ -259,7 +261,6 @@ class Owners:
         if not self._wire.has_streams:
             self._wire.wait_left([row.work for row in rows if row.work is not None])
         for row in self._rows:
-            row.work = None
             row.let_go()
         self._summing.clear()
         self._rows.clear()

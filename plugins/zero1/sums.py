@@ -170,8 +170,8 @@ class Row(Sent):
         return came
 
     def let_go(self) -> None:
-        """Its memory is not kept here any more."""
-        self.sent = self.sent.new_empty(0)
+        """Its memory is not kept here any more, nor what keeps it."""
+        self.sent, self.work = self.sent.new_empty(0), None
 
 
 def rows_of(

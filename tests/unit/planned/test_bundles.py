@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch import nn
 
 from bytesched.plugins.planned.buckets import ALONE
 from bytesched.plugins.planned.bundles import BundleState, Debt, Slot, bundled
+from bytesched.plugins.planned.updates import calls
 
 
 def slots_of(*sizes: int) -> list[Slot]:
@@ -130,3 +132,14 @@ def test_uses_of_memory_that_is_no_more_are_not_counted() -> None:
     assert alias.grad is None
     assert alias.numel() == 0
     assert other.parameter.numel() == 4
+
+
+def test_several_bundles_are_updated_in_the_order_of_the_optimizer() -> None:
+    """Its groups one after the other, with what each bundle has of them."""
+    first, second, third = slots_of(4, 4, 4)
+    by, groups = Mock(), ({"lr": 1.0}, {"lr": 2.0})
+    debts = [Debt(by, group, [slot]) for group, slot in zip(groups, (third, first), strict=True)]
+    debts.append(Debt(by, groups[1], [second]))
+    assert calls([debts[2], debts[1], debts[0]]) == [
+        (by, [(groups[0], [third]), (groups[1], [first, second])])
+    ]
