@@ -10,18 +10,14 @@ import shlex
 import subprocess
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from bytesched.bench.specification import Specification
 from bytesched.bench.systems import HOROVOD_SYSTEMS
 from bytesched.environment import RankView
-from bytesched.files import write_text
-from bytesched.lab.ranks import Start, run_all
 from bytesched.version import __version__
 
 _ROOT = Path(__file__).parents[2]
@@ -41,21 +37,6 @@ def provenance(command: str) -> dict[str, Any]:
         "platform": platform.platform(),
         "python": platform.python_version(),
     }
-
-
-def measured(spec: Specification, worker: str, arguments: Sequence[str]) -> dict[str, Any]:
-    """What ranks that are started here find, and where it comes from; ``--json`` gets it, too."""
-    # Before anything is measured: files may change meanwhile.
-    origin = provenance(command_of(arguments))
-    found = {**origin, "specification": asdict(spec)}
-    with TemporaryDirectory(prefix="bytesched-bench-") as folder:
-        result = Path(folder, "result.json")
-        start = Start(worker, str(result), spec.threads, ranks_per_host=spec.ranks_per_host)
-        found["network"] = run_all(spec, start, spec.hosts, spec.link_rate, Path(folder))
-        found |= json.loads(result.read_text())
-    if spec.json:
-        write_text(Path(spec.json), json.dumps(found, indent=1) + "\n")
-    return found
 
 
 def command_of(arguments: Sequence[str]) -> str:
@@ -101,7 +82,7 @@ def priority() -> str:
 def setting(spec: Specification, view: RankView) -> dict[str, Any]:
     """What two results must have in common to be compared."""
     launched = view.launcher != "none"
-    names = ["ranks_per_host", "servers", "optimizer", "clip", "batch", "threads"]
+    names = ["ranks_per_host", "servers", "clip", "batch", "threads"]
     if spec.profile:
         names += ["comm_ratio", "compute_scale"]
     if spec.is_any_of(HOROVOD_SYSTEMS):
@@ -111,6 +92,7 @@ def setting(spec: Specification, view: RankView) -> dict[str, Any]:
         "launcher": view.launcher,
         "rate": spec.link_rate or "",
         "priority": priority(),
+        "optimizer": "adamw",
         "emulate" if spec.profile else "model": spec.model,
         **{name: getattr(spec, name) for name in names},
     }

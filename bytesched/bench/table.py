@@ -50,7 +50,7 @@ def _figures(name: str, result: dict[str, Any]) -> dict[str, float]:
         figures |= _exchange_figures(systems, name)
         if name.startswith("bytesched-pieces"):
             figures["to_optimum"] = median / pieces
-    if _is_sharded(name):
+    if _is_sharded(name) and "sharded_optimum_ms" in compute:
         figures["to_sharded_optimum"] = median / compute["sharded_optimum_ms"]
     if "nominal_bytes_per_s" in result:
         least_ms = 1e3 * compute["model_bytes"] / result["nominal_bytes_per_s"]
@@ -222,8 +222,8 @@ def _cell(text: str, figures: dict[str, float]) -> str:
 
 
 def chosen(system: dict[str, Any]) -> str:
-    """The settings that the bench found for a system, as text."""
-    return f"{system['bucket_mb']:g} MB" if "bucket_mb" in system else system.get("settings", "")
+    """The bucket size that the bench found for a system, as text."""
+    return f"{system['bucket_mb']:g} MB" if "bucket_mb" in system else ""
 
 
 def _legend(systems: dict[str, Any]) -> list[str]:
@@ -277,14 +277,14 @@ def notes(result: dict[str, Any]) -> list[str]:
     """The measured times that T* is made of, and what makes them noise."""
     compute = result["compute"]
     beside = "" if result["emulated"] else " beside traffic"
+    update = f", without the update of {ms:.1f} ms" if (ms := compute["update_ms"]) else ""
     stolen = result.get("stolen_share", 0.0)
     lines = [
         f"link {result['gradient_bytes_per_s'] / 1e6:.1f} MB/s of gradients: communication "
         f"{compute['communication_ms']:.1f} ms, {compute['communication_to_compute']:.2f} x "
-        f"compute",
+        "compute",
         f"compute {compute['compute_ms']:.1f} ms{beside} "
-        f"({compute['compute_alone_ms']:.1f} alone); "
-        f"T* {compute['optimum_ms']:.1f} ms, without the update of {compute['update_ms']:.1f} ms",
+        f"({compute['compute_alone_ms']:.1f} alone); T* {compute['optimum_ms']:.1f} ms{update}",
     ]
     if "pieces_optimum_ms" in compute:
         lines.append(

@@ -12,16 +12,15 @@ import signal
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
 from bytesched.bench.compare import check_same, check_systems, load_result, report, same_again
-from bytesched.bench.gpu_ranks import measure_gpu_ranks
-from bytesched.bench.picture import draw_bench
+from bytesched.bench.gpu_ranks import GPU_WORKER, gpu_specification, mps
 from bytesched.bench.profile import parse_profile, save_all
 from bytesched.bench.provenance import command_of, provenance, setting
-from bytesched.bench.sharing import measure_sharing
 from bytesched.bench.specification import (
     CONTROLLERS,
     Specification,
@@ -53,12 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     old: dict[str, Any] | None = None
     with _stoppable():
         try:
-            if options.gpu_ranks is not None:
-                print("\n".join(["", *measure_gpu_ranks(options, arguments)]))
-                return 0
-            if options.device or options.trace:
-                raise ConfigError("--device and --trace are for --gpu-ranks")
-            if options.compare:
+            if options.compare and options.gpu_ranks is None:
                 first, *more = options.compare
                 old = load_result(Path(first))
                 if more:
@@ -67,10 +61,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                     return _compared(old, load_result(Path(more[0])))
                 arguments = same_again(old.get("command", ""), arguments)
                 options = parser.parse_args(arguments)
-            spec = specification(options, view)
-            if spec.share:
-                print("\n".join(["", *measure_sharing(spec, arguments)]))
-                return 0
+            on_gpu = options.gpu_ranks is not None
+            spec = gpu_specification(options) if on_gpu else specification(options, view)
             if old is not None:
                 check_same(old, setting(spec, view))
                 check_systems(old, {system.label for system in spec.systems})
@@ -119,9 +111,15 @@ def measure_systems(spec: Specification, view: RankView, command: str) -> dict[s
     if load > BUSY_LOAD and not view.rank:
         print(f"this machine is busy (load {load:.1f}): expect noise", file=sys.stderr)
     result: dict[str, Any] | None = None
-    with tempfile.TemporaryDirectory(prefix="bytesched-bench-") as folder:
+    sharing: AbstractContextManager[tuple[dict[str, str], str]]
+    sharing = nullcontext(({}, "")) if spec.gpu_ranks is None else mps()
+    with (
+        sharing as (variables, how),
+        tempfile.TemporaryDirectory(prefix="bytesched-bench-") as folder,
+    ):
+        spec = replace(spec, variables=variables, sharing=how)
         start = Start(
-            WORKER,
+            WORKER if spec.gpu_ranks is None else GPU_WORKER,
             result=str(Path(folder, "result.json")),
             threads=spec.threads,
             by_mpi=spec.controller == "mpi" or spec.servers is not None,
@@ -153,12 +151,11 @@ def measure_systems(spec: Specification, view: RankView, command: str) -> dict[s
                 network += f", a store over MPI, served by {spec.servers or 'every'} rank"
                 network += "s" if spec.servers > 1 else ""
             result = {
+                "network": network,
                 **json.loads(Path(start.result).read_text()),
                 "workload": f"{spec.model} (emulated compute)" if spec.profile else spec.model,
                 "emulated": spec.profile is not None,
-                "optimizer": spec.optimizer,
                 **origin,
-                "network": network,
                 "load_before": load,
                 "stopped": stopped is not None,
             }
@@ -175,10 +172,7 @@ def _report(result: dict[str, Any], spec: Specification, found: str) -> None:
         save_all([parse_profile(content, "recorded") for content in recorded], spec.record)
     add_figures(result)
     print(f"\n{table(result)}")
-    figures = spec.json or found
-    write_text(Path(figures), json.dumps(result, indent=1) + "\n")
-    if spec.png:
-        draw_bench(figures, spec.png)
-    for kind in ("record", "json", "png"):
+    write_text(Path(spec.json or found), json.dumps(result, indent=1) + "\n")
+    for kind in ("record", "json"):
         if path := getattr(spec, kind):
             print(f"{kind}: {path}")

@@ -19,8 +19,6 @@ from bytesched.pipeline.search import Found, search
 from bytesched.pipeline.stages import Link, Pipeline, Stage, cut
 from bytesched.values import parse_size
 
-__all__ = ["main"]
-
 EPILOG: Final = """\
   bytesched pipeline plan --profile vgg --ranks 4 --placement v --micro-batches 8 \\
       --split-backward --csv order.csv

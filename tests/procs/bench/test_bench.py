@@ -18,6 +18,7 @@ from bytesched.bench.systems import SYSTEMS
 from bytesched.burst.graph import layers_of, load_graph
 from bytesched.cli import INTERRUPTED
 from bytesched.commands import bench as bench
+from bytesched.trace.reading import read_traces
 
 QUICK = ["--iterations", "2", "--rounds", "2", "--warmup", "3", "--sweep-iterations", "1"]
 BROKEN_MODEL = """
@@ -43,13 +44,13 @@ def run_module(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str
 
 
 def test_all_systems_on_two_ranks(tiny: str, tmp_path: Path) -> None:
+    systems = ["ddp:timeline=runs", *SYSTEMS[1:]]
+    options = ["--workers", "2", "--systems", ",".join(systems), *QUICK]
     files = ["--json", "out.json", "--record", "recorded.json"]
-    done = run_module(
-        "bytesched", "bench", "--emulate", tiny, "--workers", "2", *QUICK, *files, folder=tmp_path
-    )
+    done = run_module("bytesched", "bench", "--emulate", tiny, *options, *files, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     result = json.loads((tmp_path / "out.json").read_text())
-    assert list(result["systems"]) == list(SYSTEMS)
+    assert list(result["systems"]) == systems
     assert result["world_size"] == 2
     assert 0 <= result["stolen_share"] <= 1
     assert result["workload"] == "tiny (emulated compute)"
@@ -68,6 +69,16 @@ def test_all_systems_on_two_ranks(tiny: str, tmp_path: Path) -> None:
     assert result["systems"]["bytesched"]["rounds"][0]["stats"]["mode"] == "cross"
     assert load_profile(str(tmp_path / "recorded.json")).nbytes == load_profile(tiny).nbytes
     assert "bytesched" in done.stdout
+    for rank in range(2):
+        (trace,) = read_traces(tmp_path / "runs" / f"rank{rank}.trace.json")
+        for one in trace.iterations():
+            sent, updated = (
+                trace.intervals(track, one.start_ms, one.end_ms) for track in ("send", "update")
+            )
+            assert sent
+            assert len(updated) == 1
+            assert one.crossed_ms == 0
+            assert sent[-1][1] <= updated[0][0]
 
 
 #: as it comes, with options, and finalized late
@@ -190,10 +201,9 @@ def test_the_demo(tmp_path: Path) -> None:
     done = run_module("bytesched.plugins.demo", "--steps", "10", "--output", "out", folder=tmp_path)
     assert done.returncode == 0, done.stderr
     result = json.loads((tmp_path / "out" / "result.json").read_text())
-    assert [its["losses"] for its in result["systems"].values()] == ["identical"] * 4
-    # A whole step of the optimizer is none of ours.
-    for system, tracks in (("before", {"forward", "send"}), ("bytesched", {"send", "update"})):
-        events = json.loads((tmp_path / "out" / system / "rank0.trace.json").read_text())
-        assert {event["cat"] for event in events if "cat" in event} >= tracks
+    assert [its["losses"] for its in result["systems"].values()] == ["identical"] * 3
+    for system in ("ddp", "bytesched"):
+        (trace,) = read_traces(tmp_path / "out" / system / "rank0.trace.json")
+        assert trace.spans.keys() >= {"forward", "backward", "send", "update"}
     if importlib.util.find_spec("matplotlib"):
         assert (tmp_path / "out" / "iteration.png").stat().st_size > 10_000

@@ -16,11 +16,11 @@ from fake_mps import FakeMps
 from paths import ROOT
 from warm_python import warm_python
 
-from bytesched.bench import gpu_ranks
 from bytesched.commands import bench
+from bytesched.environment import child_environment
 from bytesched.lab.ranks import BenchError
 
-COMMAND = ["--gpu-ranks", "2", "--device", "cpu"]
+COMMAND = ["--gpu-ranks", "2"]
 QUICK = ["--iterations", "2", "--rounds", "2", "--warmup", "3"]
 PATIENCE_S = 60.0
 
@@ -29,11 +29,16 @@ def _run(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [warm_python(), "-m", "bytesched", "bench", *COMMAND, *QUICK, *options],
         cwd=folder,
+        env=child_environment({"CUDA_VISIBLE_DEVICES": ""}),
         capture_output=True,
         text=True,
         timeout=250,
         check=False,
     )
+
+
+def is_close(losses: str) -> bool:
+    return losses == "identical" or float(losses.removeprefix("differ by ")) < 1e-2
 
 
 @pytest.mark.parametrize(
@@ -43,35 +48,29 @@ def test_all_systems_have_the_same_losses(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake = FakeMps(tmp_path, monkeypatch)
-    done = _run(tmp_path, "--model", model, "--json", "out.json", "--trace")
+    done = _run(tmp_path, "--model", model, "--json", "out.json")
     assert done.returncode == 0, done.stderr
     assert fake.verbs == ["start", "quit"]
     assert "side by side, by MPS" in done.stdout
     systems = ["ddp:bucket_mb=4", "ddp:bucket_mb=25", "ddp:bucket_mb=100", "fsdp2", "bytesched"]
-    lines = done.stdout.partition("95 %")[2].splitlines()[1:6]
-    assert [line.split()[0] for line in lines] == systems
-    for line in (*lines[:3], lines[4]):
-        assert line.endswith("same bits"), line
-    assert "DIFFER" not in lines[3]
     found = json.loads((tmp_path / "out.json").read_text())
-    assert len(found["bounds"]) == 2
-    assert set(found["bounds"][0]) == {"compute", "reduction", "both_25", "both_8"}
-    for its in found["systems"].values():
+    assert list(found["systems"]) == systems
+    for name, its in found["systems"].items():
         assert [len(turn["iteration_ms"]) for turn in its["rounds"]] == [2, 2]
-        assert len(its["losses"]) == 2
-    trace = found["systems"]["bytesched"]["rounds"][-1]["trace"]
-    assert [name for name, _ in trace["passes"]] == ["backward", "step", "forward", "backward"]
-    for _, sent, arrived in trace["chunks"]:
-        assert 0 <= sent <= arrived
-    assert "an iteration of bytesched" in done.stdout
+        assert its["losses"] == "identical" or name == "fsdp2"
+        assert is_close(its["losses"]), name
+    assert found["compute"]["optimum_ms"] > 0
+    assert found["systems"]["bytesched"]["figures"]["speedup_over_best"] > 0
 
 
 @pytest.mark.nightly
 def test_clipped_ones_have_nearly_the_same_losses(tmp_path: Path) -> None:
-    done = _run(tmp_path, "--clip", "0.1", "--systems", "ddp,bytesched:split=off")
+    systems = "ddp,bytesched:split=off"
+    done = _run(tmp_path, "--clip", "0.1", "--systems", systems, "--json", "out.json")
     assert done.returncode == 0, done.stderr
-    assert "clipped to 0.1" in done.stdout
-    assert "DIFFER" not in done.stdout
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert found["setting"]["clip"] == 0.1
+    assert is_close(found["systems"]["bytesched:split=off"]["losses"])
 
 
 def _is_alive(pid: int) -> bool:
@@ -90,7 +89,7 @@ def lonely(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_rank_that_fails_ends_the_others(lonely: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake = FakeMps(lonely, monkeypatch)
-    monkeypatch.setattr(gpu_ranks, "WORKER", "lonely_rank")
+    monkeypatch.setattr(bench, "GPU_WORKER", "lonely_rank")
     monkeypatch.setenv("LONELY_FAILS", "1")
     handlers = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     with pytest.raises(BenchError, match="rank 1 failed with exit code 1:\nit has failed"):
@@ -107,8 +106,8 @@ def test_a_signal_ends_everything(
 ) -> None:
     fake = FakeMps(lonely, monkeypatch)
     program = (
-        "import sys; from bytesched import cli; from bytesched.bench import gpu_ranks; "
-        "gpu_ranks.WORKER = 'lonely_rank'; sys.exit(cli.main(sys.argv[1:]))"
+        "import sys; from bytesched import cli; from bytesched.commands import bench; "
+        "bench.GPU_WORKER = 'lonely_rank'; sys.exit(cli.main(sys.argv[1:]))"
     )
     process = subprocess.Popen([sys.executable, "-c", program, "bench", *COMMAND])
     files, deadline_s = [lonely / "rank0", lonely / "rank1"], time.monotonic() + PATIENCE_S

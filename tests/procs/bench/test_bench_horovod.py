@@ -88,19 +88,6 @@ def test_over_gloo_on_loopback(tiny: str, tmp_path: Path, monkeypatch: pytest.Mo
 
 @pytest.mark.nightly
 @needs_gloo
-@pytest.mark.slow
-def test_the_sweep_is_printed_and_kept(tiny: str, tmp_path: Path) -> None:
-    system = "horovod-best:fusion_mb=4"
-    result = run_bench(tmp_path, "--emulate", tiny, "--systems", system, *QUICK, "--rounds", "1")
-    assert len(result["horovod_sweep_ms"]) == 3
-    assert result["stdout"].count("horovod sweep") >= 4
-    best = min(result["horovod_sweep_ms"], key=result["horovod_sweep_ms"].__getitem__)
-    assert result["systems"][system]["settings"] == best
-    assert f"{system} ({best})" in result["stdout"]
-
-
-@pytest.mark.nightly
-@needs_gloo
 def test_a_failing_rank_ends_the_bench_and_is_quoted(tiny: str, tmp_path: Path) -> None:
     with pytest.raises(AssertionError) as failed:
         run_bench(tmp_path, "--emulate", tiny, "--systems", "bytesched-horovod:policy=fofo")

@@ -22,8 +22,7 @@ def test_the_first_round_begins_with_ours_and_plain_and_ends_with_what_is_swept(
         "fsdp2",
         "ddp-best",
     ]
-    horovod = ["horovod-best", "horovod", "bytesched-horovod"]
-    assert first_round(horovod) == [2, 1, 0]
+    assert first_round(["horovod:cycle_ms=5", "horovod", "bytesched-horovod"]) == [2, 1, 0]
 
 
 def test_the_estimate_counts_every_iteration() -> None:

@@ -240,7 +240,7 @@ def test_command_writes_a_plan_that_can_be_read(
 ) -> None:
     pytest.importorskip("matplotlib")
     output = run(
-        f"plan --profile vgg16 --gpus 8 --amplification 2.0 --rate 2400gbit --curve "
+        f"plan --profile vgg16 --gpus 8 --amplification 2.0 --rate 2400gbit "
         f"--json {tmp_path}/plan.json --png {tmp_path}/plan.png",
         capsys,
     )

@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 import pytest
-from tiny import TINY_TO_SEND
 
 from bytesched.commands import sim
 
@@ -23,7 +22,8 @@ def said(arguments: str, capsys: pytest.CaptureFixture[str]) -> str:
         ("--ranks 1", "from 2 to 4096"),
         ("--ranks two", "expected from 2"),
         ("--systems ddp,horovod", "'horovod'"),
-        ("--systems fsdp2:units=3", "fsdp2 has no options"),
+        ("--systems ddp-best:units=3", "ddp-best has no options"),
+        ("--systems fsdp2", "'fsdp2'"),
         ("--systems bytesched:bucket_mb=1", "'bucket_mb'"),
         ("--systems bytesched:partition_bytes=big", "not a size"),
         ("--systems bytesched:order=replay", "'order'"),
@@ -33,15 +33,14 @@ def said(arguments: str, capsys: pytest.CaptureFixture[str]) -> str:
         ("--cores-per-rank 0", "expected from"),
         ("--cpu-load=-1", "expected from"),
         ("--backend auto", "invalid choice"),
-        ("--systems ddp:bucket_view=yes", "bucket_view"),
+        ("--systems ddp:bucket_view=perhaps", "bucket_view"),
         ("--rate fast", "for example 1gbit"),
         ("--rat 1gbit --backen=mpi --latncy-us 1", "did you mean --latency-us?"),
         ("--bandwidth 1gbit", "--bandwidth is gone: it is --rate"),
         ("--jitter=3%", "--jitter is gone: ranks are alike"),
         ("--json nowhere/there.json", "no such folder"),
-        ("--share --systems ddp", "--systems is not for --share"),
-        ("--share gtp", "did you mean gpt"),
-        ("--share moe", "layers of experts"),
+        ("--share", "--share is gone: what was predicted"),
+        ("--profile moe", "measure them, bytesched bench --lab 2 --emulate moe"),
     ],
 )
 def test_wrong_arguments_are_refused(
@@ -112,16 +111,3 @@ def test_how_all_reduces_run_is_said(
 ) -> None:
     text = said(f"--profile resnet --ranks 32 --systems ddp {arguments}", capsys)
     assert words in text
-
-
-def test_jobs_that_share_are_as_fast_as_their_device(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path, tiny = tmp_path / "share.json", tmp_path / "tiny.json"
-    tiny.write_text(json.dumps(TINY_TO_SEND))
-    text = said(f"--profile {tiny} --ranks 2 --rate 1gbit --share vgg --json {path}", capsys)
-    assert "one after the other" in text
-    (found,) = json.loads(path.read_text())["predictions"]
-    assert found["ranks"] == 2
-    assert len(found["jobs"]) == 2
-    assert found["jobs"][1]["compute_s"] > found["jobs"][0]["compute_s"]

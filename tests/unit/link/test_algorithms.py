@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bytesched.link.algorithms import ALGORITHMS, GLOO_RANKS, LIBRARIES
-from bytesched.link.fabric import Fabric
+from bytesched.link.fabric import ALGORITHMS, GLOO_RANKS, LIBRARIES, Fabric
 
 LATENCY_S = 30e-6
 

@@ -9,7 +9,6 @@ import pytest
 from bytesched.link.bound import (
     Gradient,
     Layer,
-    clipped_optimum_s,
     gradients,
     optimum_s,
     sharded_optimum_s,
@@ -100,27 +99,17 @@ def test_sharded_is_what_tiny_slices_come_to(seed: int, is_clipped: bool) -> Non
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_clipped_is_the_last_byte_and_then_forward(seed: int) -> None:
-    layers, bytes_per_s = chain(seed)
-    work = gradients(layers)
-    backward_s = sum(layer.backward_s for layer in layers)
-    forward_s = sum(layer.forward_s for layer in layers)
-    expected_s = max(backward_s, all_sent_s(work, bytes_per_s, 1.0)) + forward_s
-    found_s = clipped_optimum_s(work, compute_s(layers), bytes_per_s)
-    assert found_s == pytest.approx(expected_s)
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_split_lies_between_the_other_two(seed: int) -> None:
+def test_split_lies_between_what_is_not_clipped_and_whole_all_reduces(seed: int) -> None:
     layers, bytes_per_s = chain(seed)
     work, total_s = gradients(layers), compute_s(layers)
     unclipped_s = optimum_s(work, total_s, bytes_per_s)
     split_s = split_optimum_s(work, total_s, bytes_per_s)
-    clipped_s = clipped_optimum_s(work, total_s, bytes_per_s)
+    backward_s = sum(layer.backward_s for layer in layers)
+    clipped_s = max(backward_s, all_sent_s(work, bytes_per_s, 1.0)) + total_s - backward_s
     assert unclipped_s <= split_s + 1e-9
     assert split_s <= clipped_s + 1e-9
 
 
 def test_no_gradient_is_no_communication() -> None:
     assert sharded_optimum_s([], 2.0, 1.0, is_clipped=True) == 2.0
-    assert split_optimum_s([], 2.0, 1.0) == clipped_optimum_s([], 2.0, 1.0) == 2.0
+    assert split_optimum_s([], 2.0, 1.0) == 2.0
