@@ -172,7 +172,7 @@ def _fabric(options: argparse.Namespace, links: Links, ranks: int) -> Fabric:
     )
 
 
-_CHUNKS: Final = {
+_CHUNKS: Final[dict[str, Any]] = {
     "partition_bytes": parse_size,
     "credit_bytes": parse_size,
     "policy": named_policy,

@@ -50,7 +50,7 @@ def test_figures_of_servers() -> None:
 
 
 def spec_of(timeout_s: float) -> Any:
-    return SimpleNamespace(optimizer="sgd", servers=1, timeout_s=timeout_s)
+    return SimpleNamespace(servers=1, timeout_s=timeout_s)
 
 
 class _Held:
@@ -78,10 +78,10 @@ def a_chain() -> tuple[nn.Sequential, torch.Tensor]:
     return model, torch.randn(2, 4)
 
 
-def test_p3_sends_one_slice_at_a_time_first_layer_first_and_updates_as_sgd_does() -> None:
+def test_p3_sends_one_slice_at_a_time_first_layer_first_and_updates_as_adamw_does() -> None:
     model, inputs = a_chain()
     reference, _ = a_chain()
-    plain = torch.optim.SGD(reference.parameters(), lr=1e-2, momentum=0.9, fused=True)
+    plain = torch.optim.AdamW(reference.parameters(), lr=1e-3, fused=True)
     store = _Held()
     options = {"slice": "10"}
     running = set_up_store("kv-p3", options, model, spec_of(100.0), store)
