@@ -38,7 +38,7 @@ COMMANDS = {
         "bytesched.commands.bench", "measure DDP, FSDP2 and bytesched in turn on the same work"
     ),
     "sim": Command("bytesched.commands.sim", "predict the gain on a cluster that is not here"),
-    "tune": Command("bytesched.commands.tune", "find the fastest sizes for this cluster"),
+    "tune": Command("bytesched.commands.tune", "show or forget the sizes that trainings found"),
     "burst": Command("bytesched.commands.burst", "plan how many devices each layer gets"),
     "pipeline": Command(
         "bytesched.commands.pipeline", "find an order of work for pipeline parallelism"

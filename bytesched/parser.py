@@ -11,8 +11,6 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 from bytesched.errors import ConfigError
 from bytesched.values import closest
 
-__all__ = ["CommandParser", "Option", "read_by", "within", "writable_file"]
-
 T = TypeVar("T")
 NumberT = TypeVar("NumberT", int, float)
 

@@ -23,8 +23,6 @@ from .file import Trial
 from .search import Search
 from .times import Drift, Guard, spread, typical_s
 
-__all__ = ["Adopted", "Controller", "Drifted", "Pace", "Report", "Turn"]
-
 
 @dataclass(frozen=True, slots=True)
 class Turn:

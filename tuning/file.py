@@ -18,8 +18,6 @@ from bytesched.files import read_text
 from bytesched.records import from_json
 from bytesched.tunable import Setting
 
-__all__ = ["Fingerprint", "Trial", "TuningFile"]
-
 FORMAT = "bytesched tuning"
 VERSION = 1
 #: two measurements of one link differ by less
@@ -59,7 +57,9 @@ class Fingerprint:
 
     def is_same(self, other: Fingerprint) -> bool:
         """Whether what holds for `other` holds here."""
-        return self.is_same_case(other) and self._same_link(other)
+        low_s, high_s = sorted((self.overhead_s, other.overhead_s))
+        alike = high_s <= _SAME_OVERHEAD * low_s or high_s <= _NO_OVERHEAD_S
+        return self.is_same_case(other) and self.ratio_of_rates(other) <= _SAME_BANDWIDTH and alike
 
     def is_same_case(self, other: Fingerprint) -> bool:
         """Whether no more than the link, as it was measured, differs."""
@@ -70,19 +70,9 @@ class Fingerprint:
         slow, fast = sorted((self.bytes_per_s, other.bytes_per_s))
         return fast / slow
 
-    def is_same_cluster(self, other: Fingerprint) -> bool:
-        """Whether only the model or a version differs."""
-        return self._case()[:3] == other._case()[:3] and self._same_link(other)
-
     def _case(self) -> tuple[object, ...]:
         """All but the link."""
         return astuple(self)[:-2]
-
-    def _same_link(self, other: Fingerprint) -> bool:
-        low_s, high_s = sorted((self.overhead_s, other.overhead_s))
-        return self.ratio_of_rates(other) <= _SAME_BANDWIDTH and (
-            high_s <= _SAME_OVERHEAD * low_s or high_s <= _NO_OVERHEAD_S
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +105,6 @@ class TuningFile:
     off_ms: float = math.nan
     #: ISO 8601, UTC
     saved_at: str = ""
-    #: about as many candidates will follow, while it runs
-    more_trials: int = 0
 
     @property
     def state(self) -> str:

@@ -1,4 +1,4 @@
-"""Tuned settings on disk: a file per cluster and model, found again by what is in it.
+"""What a tuning finds: told in the log, and kept in a file per cluster and model, found again.
 
 Nothing here ends a training: what cannot be read or written is named in a warning and left alone.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import datetime, timezone
@@ -14,10 +15,10 @@ from pathlib import Path
 
 from bytesched.environment import user_cache_folder
 from bytesched.files import locked, write_text
+from bytesched.tunable import Setting
 
-from .file import Fingerprint, TuningFile
-
-__all__ = ["Memory", "cache_folder"]
+from .controller import Adopted, Drifted, Report
+from .file import Fingerprint, Trial, TuningFile
 
 log = logging.getLogger("bytesched")
 
@@ -44,8 +45,8 @@ class Memory:
         #: where tunings of this run belong: many files may have to be read to find that out
         self._places: dict[Fingerprint, Path] = {}
 
-    def find(self, fingerprint: Fingerprint) -> tuple[TuningFile | None, list[TuningFile]]:
-        """The tuning of this case, if it was finished, and others of the same cluster.
+    def find(self, fingerprint: Fingerprint) -> TuningFile | None:
+        """The tuning of this case, if it was finished.
 
         A link that measured otherwise may be the same one in a noisy moment: where none of the
         tunings of this case had a link like this one, it is that of the nearest rate.
@@ -53,11 +54,9 @@ class Memory:
         done = [known for _, known in self.entries() if known.setting is not None]
         case = [known for known in done if known.fingerprint.is_same_case(fingerprint)]
         same = [known for known in case if known.fingerprint.is_same(fingerprint)]
-        found = max(same, key=lambda known: known.saved_at, default=None) or min(
+        return max(same, key=lambda known: known.saved_at, default=None) or min(
             case, key=lambda known: known.fingerprint.ratio_of_rates(fingerprint), default=None
         )
-        near = [known for known in done if known.fingerprint.is_same_cluster(fingerprint)]
-        return found, [known for known in near if known not in case]
 
     def entries(self) -> Iterator[tuple[Path, TuningFile]]:
         """Every file that can be read, and what is in it."""
@@ -126,3 +125,101 @@ class Memory:
         if (message := f"tuning: {path} {what}") not in self._complained:
             self._complained.add(message)
             log.warning("%s", message)
+
+
+class Logbook:
+    """Writes down one run's tunings.
+
+    Args:
+        memory: where they are kept.
+        fingerprint: what they are good for.
+        untuned: what they are compared with.
+    """
+
+    def __init__(self, memory: Memory, fingerprint: Fingerprint, untuned: Setting) -> None:
+        self._memory = memory
+        self._begun = TuningFile(fingerprint, untuned, None, (), 0)
+        self._begin()
+
+    def moves_to(self, fingerprint: Fingerprint) -> None:
+        """What is found from now on is good for `fingerprint`."""
+        self._begun = replace(self._begun, fingerprint=fingerprint)
+
+    def _begin(self) -> None:
+        self._trials: list[Trial] = []
+        self._is_done = False
+
+    def note(self, report: Report, *, steps: int, more_trials: int) -> None:
+        """Something happened after `steps` of this tuning; about `more_trials` will follow."""
+        if isinstance(report, Trial):
+            self._note_trial(report, steps, more_trials)
+        elif isinstance(report, Adopted):
+            self._note_adopted(report)
+        else:
+            self._note_drift(report)
+
+    def _note_trial(self, trial: Trial, steps: int, more_trials: int) -> None:
+        self._trials.append(trial)
+        if trial.phase != "guard":
+            self._tell(trial, more_trials)
+        trials = tuple(self._trials)
+        self._memory.save(replace(self._begun, trials=trials, steps=steps))
+
+    def _tell(self, trial: Trial, more_trials: int) -> None:
+        untuned_ms, tried = self._trials[0].step_ms, len(self._trials) - 1
+        if not tried:
+            log.info("tuning: untuned, %s: %.1f ms", trial.setting, untuned_ms)
+            return
+        best_ms = min(each.step_ms for each in self._trials)
+        log.info(
+            "tuning: trial %d of about %d: %s: %.1f ms%s; best %.1f ms (%+.1f %%)",
+            tried,
+            tried + more_trials,
+            trial.setting,
+            trial.step_ms,
+            ", cut short" if trial.cut else "",
+            best_ms,
+            100 * (best_ms / untuned_ms - 1),
+        )
+
+    def _note_adopted(self, adopted: Adopted) -> None:
+        untuned = self._begun.untuned
+        times_ms = {s: 1e3 * step_s for s, step_s in adopted.steps_s.items()}
+        off_ms = [step_ms for s, step_ms in times_ms.items() if not s.enabled]
+        done = replace(
+            self._begun,
+            setting=adopted.setting,
+            trials=tuple(self._trials),
+            steps=adopted.steps,
+            step_ms=times_ms.get(adopted.setting, math.nan),
+            untuned_ms=times_ms.get(untuned, math.nan),
+            off_ms=off_ms[0] if off_ms else math.nan,
+        )
+        path = self._memory.save(done)
+        self._is_done = True
+        gain = f"{done.gain_pct:+.1f} % gained" if adopted.setting != untuned else "untuned"
+        saved = f"; saved in {path}" if path is not None else ""
+        log.info("tuning: done in %d steps: %s, %s%s", adopted.steps, adopted.setting, gain, saved)
+        log.info("tuning: to fix it: %s", done.paste())
+
+    def end(self) -> None:
+        """Training is over; says what a tuning has found that came to no end."""
+        tried = [trial for trial in self._trials if trial.phase != "guard" and trial.step_ms > 0]
+        if len(tried) < 2 or self._is_done:
+            return
+        best = min(tried, key=lambda trial: trial.step_ms)
+        log.info(
+            "tuning: the training ended first; fastest so far, not compared in turns yet: %s, "
+            "%.1f ms (untuned %.1f ms); to fix it: %s",
+            best.setting,
+            best.step_ms,
+            tried[0].step_ms,
+            replace(self._begun, setting=best.setting).paste(),
+        )
+
+    def _note_drift(self, drifted: Drifted) -> None:
+        if drifted.retunes:
+            self._begin()
+            log.info("tuning: %s: tuning again", drifted.what)
+        else:
+            log.info("tuning: %s; it was tuned shortly before, so not again yet", drifted.what)

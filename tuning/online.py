@@ -18,19 +18,14 @@ from bytesched.version import __version__
 
 from .controller import Controller, Pace, Report
 from .file import Fingerprint, TuningFile
-from .logbook import Logbook
-from .memory import Memory
+from .memory import Logbook, Memory
 from .search import Search
 from .space import Limits, Link, fit_probes, seed_bytes, seeded_space
-
-__all__ = ["OnlineTuner", "find_tuner"]
 
 log = logging.getLogger("bytesched")
 
 _NEEDED = ("numpy", "sklearn")
 _SEED = 0
-#: what other models of this cluster have, of those that are most alike; each costs a trial
-_NEAR = 2
 #: a remembered setting that cuts a model into more would take hours for a step
 _MOST_CHUNKS = 20_000
 #: between two looks at whether another model is still being tuned
@@ -84,7 +79,8 @@ class OnlineTuner:
         self._bytes_per_s = math.nan
         #: of the untuned setting, when it was measured first
         self._first_bytes_per_s = math.nan
-        self._near: list[Setting] = []
+        #: what is tried first
+        self._first: list[Setting] = []
         #: the steps until the next decision are those of a setting that holds, and show nothing
         self._waits = False
         #: turns of its own, and those of the other when it was asked last
@@ -92,7 +88,7 @@ class OnlineTuner:
         # - from the beginning on
         self._facts: RunFacts
         self._link: Link
-        self._logbook: Logbook
+        self._logbook: Logbook | None = None
         self._controller: Controller
 
     def begin(self, facts: RunFacts) -> Decision:
@@ -126,6 +122,8 @@ class OnlineTuner:
     def close(self) -> None:
         """Training is over."""
         self._let_go()
+        if self._logbook is not None:
+            self._logbook.end()
 
     def _decision(self) -> Decision:
         turn = self._controller.turn
@@ -156,14 +154,8 @@ class OnlineTuner:
 
         And what a step took under it, NaN if it was never measured.
         """
-        same, near = self._memory.find(fingerprint)
-        near = [tuning for tuning in near if self._is_usable(tuning)]
-        if same is not None and not self._is_usable(same):
-            same = None
-        near.sort(key=lambda tuning: _unlike(tuning.fingerprint, fingerprint))
-        adopted = dict.fromkeys(_adopted(tuning) for tuning in near)
-        self._near = [setting for setting in adopted if setting.enabled][:_NEAR]
-        if same is not None:
+        same = self._memory.find(fingerprint)
+        if same is not None and self._is_usable(same):
             setting = _adopted(same)
             allowed = self._limits.allow(setting)
             if setting == same.untuned and not self._limits.allow(self._facts.untuned):
@@ -172,7 +164,7 @@ class OnlineTuner:
             if allowed and (setting.enabled or self._can_switch_off):
                 log.info("tuning: known cluster, tuned %s: %s", same.saved_at[:10], setting)
                 return setting, same.step_ms / 1e3
-            self._near.append(setting)
+            self._first.append(setting)
         space = seeded_space(self._limits, self._facts, self._link)
         one_chunk = self._facts.model_bytes <= space.limits.partition.low_bytes
         if one_chunk or len(space) == 1:
@@ -208,11 +200,12 @@ class OnlineTuner:
         elif self._bytes_per_s > 0:
             # Something has drifted since the link was probed.
             link = replace(link, bytes_per_s=self._bytes_per_s)
+            assert self._logbook is not None
             self._logbook.moves_to(_fingerprint(self._facts, self._drifted()))
         space = seeded_space(self._limits, self._facts, link)
         seed = max(seed_bytes(self._facts, link), space.settings[0].partition_bytes)
         wanted = replace(space.settings[0], partition_bytes=seed, credit_bytes=2 * seed)
-        first = [*([adopted] if adopted is not None else []), *self._near, space.nearest(wanted)]
+        first = [*([adopted] if adopted is not None else []), *self._first, space.nearest(wanted)]
         log.info("tuning: %r", space)
         return Search(space, seed=_SEED, first=first)
 
@@ -225,18 +218,13 @@ class OnlineTuner:
 
     def _reported(self, report: Report) -> None:
         controller = self._controller
+        assert self._logbook is not None
         self._logbook.note(report, steps=controller.steps, more_trials=controller.more_trials)
 
 
 def _adopted(tuning: TuningFile) -> Setting:
     assert tuning.setting is not None, "a tuning that was found is finished"
     return tuning.setting
-
-
-def _unlike(one: Fingerprint, other: Fingerprint) -> tuple[bool, float]:
-    """Less for a case of the same cluster that is more like the other: the model, then its size."""
-    ratio = max(one.model_bytes, 1) / max(other.model_bytes, 1)
-    return one.signature != other.signature, abs(math.log2(ratio))
 
 
 def _fingerprint(facts: RunFacts, link: Link) -> Fingerprint:

@@ -16,8 +16,6 @@ from bytesched.tunable import Setting
 
 from .space import Space
 
-__all__ = ["Search"]
-
 #: costs told before a surface through them says anything
 _SURFACE = 4
 #: what the surface counts in, as a share of the first cost; what is worse by more than so many of
@@ -62,7 +60,7 @@ class Search:
 
     def _propose(self, untold: Sequence[Setting]) -> Setting | None:
         told = [setting for setting in self._costs if setting in self.space]
-        if len(told) < _SURFACE or not self.space.dimensions:
+        if len(told) < _SURFACE:
             return self._random.choice(untold)
         drawn = random.getstate()
         from scipy.stats import norm
@@ -75,7 +73,7 @@ class Search:
         heights = [
             min(math.log(fmean(self._costs[setting]) / unit_s) / _UNIT, _WORST) for setting in told
         ]
-        scales = Matern([0.3] * self.space.dimensions, (0.1, 2.0), nu=2.5)
+        scales = Matern([0.3, 0.3], (0.1, 2.0), nu=2.5)
         process = GaussianProcessRegressor(
             ConstantKernel(1.0, (0.1, 20.0)) * scales,
             alpha=_NOISE,

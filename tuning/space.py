@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, islice
 from statistics import median
@@ -22,8 +22,6 @@ from bytesched.link.sizes import Probe
 from bytesched.policy import named_policy
 from bytesched.tunable import RunFacts, Setting
 from bytesched.values import nearest, parse_size
-
-__all__ = ["Limits", "Link", "Range", "Space", "fit_probes", "seed_bytes", "seeded_space"]
 
 #: credit in partitions; with more, what is urgent only waits longer
 WINDOWS = (1, 2, 3, 4, 6, 8, 12, 16)
@@ -134,12 +132,6 @@ class Space:
         self.settings = tuple(_settings(limits))
         if not self.settings:
             raise ConfigError(f"no setting has {limits.partition} and {limits.credit} bytes")
-        #: the ends of what varies, by index into `_RAW`
-        self._axes = {}
-        for index, raw in enumerate(_RAW):
-            values = [raw(setting) for setting in self.settings]
-            if max(values) > min(values):
-                self._axes[index] = min(values), max(values)
 
     def __len__(self) -> int:
         return len(self.settings)
@@ -148,19 +140,12 @@ class Space:
         """Whether it lies within the limits, listed or not."""
         return setting.enabled and self.limits.allow(setting)
 
-    @property
-    def dimensions(self) -> int:
-        """How many coordinates a setting has: what does not vary has none."""
-        return len(self._axes)
-
-    def coordinates(self, setting: Setting) -> list[float]:
-        """Where it lies: each in 0 to 1, on a scale of ratios; beyond an end, that end."""
-        return [
-            min(max((value - low) / (high - low), 0.0), 1.0)
-            for (low, high), value in (
-                (bounds, _RAW[index](setting)) for index, bounds in self._axes.items()
-            )
-        ]
+    def coordinates(self, setting: Setting) -> tuple[float, float]:
+        """Partition and window: each in 0 to 1, on a scale of ratios; beyond an end, that end."""
+        low, high = self.limits.partition
+        partition = math.log2(setting.partition_bytes / low) / max(math.log2(high / low), 1.0)
+        window = math.log2(setting.credit_bytes / setting.partition_bytes) / math.log2(WINDOWS[-1])
+        return min(max(partition, 0.0), 1.0), min(window, 1.0)
 
     def nearest(self, setting: Setting) -> Setting:
         """The setting of the space that lies nearest."""
@@ -170,13 +155,6 @@ class Space:
     def __repr__(self) -> str:
         low, high = self.limits.partition
         return f"<Space of {len(self)} settings, partitions of {low} to {high} bytes>"
-
-
-#: what varies between settings, as numbers
-_RAW: tuple[Callable[[Setting], float], ...] = (
-    lambda setting: math.log2(setting.partition_bytes),
-    lambda setting: math.log2(setting.credit_bytes / setting.partition_bytes),
-)
 
 
 def _settings(limits: Limits) -> Iterable[Setting]:

@@ -13,8 +13,6 @@ from statistics import median
 
 from bytesched.tunable import Setting
 
-__all__ = ["Drift", "Guard", "spread", "typical_s"]
-
 #: a step that takes so many times one of the faster ones has done something else as well, and one
 #: that much faster has done less
 _OUTLIER = 1.25

@@ -34,8 +34,8 @@ WORKER: Final = "bytesched.plugins.bench.gpu_worker"
 MODELS: Final = ("gpt", "conv", "small")
 SYSTEMS: Final = "ddp:bucket_mb=4,ddp:bucket_mb=25,ddp:bucket_mb=100,fsdp2,bytesched"
 _OTHERS: Final = (
-    *("lab", "workers", "rate", "emulate", "servers", "controller", "comm_ratio", "share"),
-    *("compare", "record", "png"),
+    *("lab", "workers", "rate", "emulate", "servers", "controller", "comm_ratio"),
+    *("compare", "record"),
 )
 _DAEMON: Final = "nvidia-cuda-mps-control"
 #: beside those that PATH names
@@ -66,8 +66,6 @@ def measure_gpu_ranks(options: Namespace, arguments: Sequence[str]) -> list[str]
         raise ConfigError("--batch: one size with --gpu-ranks, or 0 for the model's own")
     check_outputs(options)
     systems = parse_systems(options.systems or SYSTEMS, ("ddp", "fsdp2", "bytesched"))
-    if options.optimizer == "sgd" and any(system.kind == "fsdp2" for system in systems):
-        raise ConfigError("--optimizer sgd: fsdp2 has no fused one, name other --systems")
     with mps() as (variables, sharing):
         spec = as_given(
             options,
@@ -169,7 +167,7 @@ def report(found: Mapping[str, Any]) -> list[str]:
         f"{found['ranks']} ranks on one device ({found['device']}), {found['carrier']}; "
         f"processes run {spec['sharing']}",
         f"{spec['model']}: {found['parameters'] / 1e6:.1f} M parameters in {found['tensors']} "
-        f"tensors, batch {found['batch']}, {spec['optimizer']}{clipped}",
+        f"tensors, batch {found['batch']}, adamw{clipped}",
         f"compute of all ranks beside each other {bounds['compute']:.1f} ms, one all-reduce of all "
         f"gradients {bounds['reduction']:.1f} ms, "
         f"T* {bounds[best]:.1f} ms (chunks of {best.removeprefix('both_')} MiB)",

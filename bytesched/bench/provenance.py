@@ -101,7 +101,7 @@ def priority() -> str:
 def setting(spec: Specification, view: RankView) -> dict[str, Any]:
     """What two results must have in common to be compared."""
     launched = view.launcher != "none"
-    names = ["ranks_per_host", "servers", "optimizer", "clip", "batch", "threads"]
+    names = ["ranks_per_host", "servers", "clip", "batch", "threads"]
     if spec.profile:
         names += ["comm_ratio", "compute_scale"]
     if spec.is_any_of(HOROVOD_SYSTEMS):
@@ -111,6 +111,7 @@ def setting(spec: Specification, view: RankView) -> dict[str, Any]:
         "launcher": view.launcher,
         "rate": spec.link_rate or "",
         "priority": priority(),
+        "optimizer": "adamw" if spec.servers is None else "adamw, not fused",
         "emulate" if spec.profile else "model": spec.model,
         **{name: getattr(spec, name) for name in names},
     }

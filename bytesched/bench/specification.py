@@ -28,13 +28,12 @@ CONTROLLERS: Final = {"gloo": "Gloo", "mpi": "MPI"}
 _RATE: Final = "1gbit"
 _WORKERS: Final = 2
 _EPILOG: Final = """\
-Further systems: ddp-finalize (torch 2.15), zero1, horovod, horovod-best (swept),
-bytesched-horovod; through parameter servers over MPI: kv-plain, kv-p3, bytesched-kv.
+Further systems: ddp-finalize (torch 2.15), zero1, horovod, bytesched-horovod; through
+parameter servers over MPI: kv-plain, kv-p3, bytesched-kv.
 A system may have options: ddp:bucket_mb=4, ddp:static_graph=1+bucket_view=1 (also of
-ddp-finalize), bytesched:partition_bytes=512KiB+credit_bytes=1MiB,
-horovod:fusion_mb=4+cycle_ms=1, horovod-best:fusion_mb=4 (the cycle time alone is swept),
-kv-p3:slice=50000, kv-plain:transfer=one-sided; those of bytesched-horovod and bytesched-kv are
-those of bytesched, and updates=1 of the latter.
+ddp-finalize), ddp:timeline=FOLDER, bytesched:partition_bytes=512KiB+credit_bytes=1MiB,
+horovod:fusion_mb=4+cycle_ms=1, kv-p3:slice=50000, kv-plain:transfer=one-sided; those of
+bytesched-horovod and bytesched-kv are those of bytesched, and updates=1 of the latter.
 --model also takes module:function of your own; the function returns a pair: the module, and a
 function loss(module, seed) that runs forward on the batch of that seed and returns its loss.
 
@@ -43,11 +42,15 @@ function loss(module, seed) that runs forward on the batch of that seed and retu
   bytesched bench --model vgg --batch 4,8,16,32 --record vgg.json --systems ddp --rounds 1
   bytesched bench --lab 2 --servers 1 --emulate vgg --systems kv-plain,kv-p3,bytesched-kv
   bytesched bench --lab 2 --rate 500mbit --emulate moe --comm-ratio 1
-  bytesched bench --lab 2 --rate 250mbit --emulate gpt --comm-ratio 1 --share
   bytesched bench --gpu-ranks 2 --batch 16 --clip 1
   bytesched bench --compare gpt.json --json now.json
   torchrun --nproc-per-node 1 --nnodes 2 ... -m bytesched bench --model gpt --json gpt.json
 """
+_REPLACED: Final = {
+    "--optimizer": "all systems train with AdamW",
+    "--png": "bytesched report RESULT.json -o OUT.png draws it",
+    "--share": "what it measured is in the notes on jobs that take turns",
+}
 
 
 def batches(text: str) -> list[int]:
@@ -121,9 +124,7 @@ class Specification:
     controller: str = _option(
         "gloo", "", "controller of Horovod (default gloo)", choices=CONTROLLERS, default=None
     )
-    optimizer: str = _option("adamw", "", "default %(default)s", choices=("adamw", "sgd"))
     json: str = _option("", "FILE", "write every figure")
-    png: str = _option("", "FILE", "write a chart")
     record: str = _option("", "FILE", "write the model's compute profile, at every --batch")
     compare: tuple[str, ...] = _option(
         (),
@@ -132,14 +133,6 @@ class Specification:
         "two results",
         nargs="+",
         default=(),
-    )
-    share: str = _option(
-        "",
-        "PROFILES",
-        "measure jobs that share devices and links: alone, side by side and in turns; beside that "
-        "of --emulate one like it, or one of each of these profiles",
-        nargs="?",
-        const=",",
     )
     gpu_ranks: int | None = _number(
         *(None, 2, 16, "N"),
@@ -159,18 +152,13 @@ class Specification:
             "help": "print an iteration of bytesched with --gpu-ranks",
         },
     )
-    #: what is emulated: nothing, one model, or those of the jobs that share a device
-    profiles: tuple[Profile, ...] = ()
+    #: what is emulated, if anything is
+    profile: Profile | None = None
     #: batch sizes whose compute profiles are recorded
     recorded: tuple[int, ...] = ()
     #: of ranks that share a GPU: of the environment of each, and how they share it
     variables: dict[str, str] = field(default_factory=dict)
     sharing: str = ""
-
-    @property
-    def profile(self) -> Profile | None:
-        """What is emulated, if anything is."""
-        return self.profiles[0] if self.profiles else None
 
     @property
     def hosts(self) -> int:
@@ -196,6 +184,7 @@ def bench_parser() -> argparse.ArgumentParser:
         "table of what was measured until then.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        replaced=_REPLACED,
     )
     for each in fields(Specification):
         if how := {
@@ -238,7 +227,7 @@ def specification(options: argparse.Namespace, view: RankView) -> Specification:
             "measured with one"
         )
     has_experts = profile is not None and profile.exchanged_bytes > 0
-    usual = ("bytesched",) if options.share else EXCHANGE_SYSTEMS if has_experts else SYSTEMS
+    usual = EXCHANGE_SYSTEMS if has_experts else SYSTEMS
     systems = parse_systems(options.systems or ",".join(usual))
     check_systems(
         systems,
@@ -257,7 +246,7 @@ def specification(options: argparse.Namespace, view: RankView) -> Specification:
         options,
         systems=systems,
         model=model,
-        profiles=(profile,) if profile else (),
+        profile=profile,
         servers=servers,
         recorded=tuple(options.batch) if options.record else (),
     )
@@ -277,9 +266,7 @@ def check_outputs(options: argparse.Namespace) -> None:
     """Raises `ConfigError` for what could not be measured, drawn or written."""
     if importlib.util.find_spec("torch") is None:
         raise ConfigError("bench needs torch: pip install 'bytesched[torch]'")
-    if options.png and importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError("--png needs matplotlib: pip install 'bytesched[report]'")
-    for name in ("json", "png", "record"):
+    for name in ("json", "record"):
         path = getattr(options, name)
         if path and not Path(path).resolve().parent.is_dir():
             raise ConfigError(f"--{name} {path}: there is no such folder")

@@ -11,10 +11,10 @@ from typing import Any
 
 from bytesched.errors import ConfigError
 from bytesched.lab.ranks import find_mpirun
-from bytesched.values import nearest, one_of, parse_flag, shown, whole_number
+from bytesched.values import nearest, one_of, parse_flag, parse_path, shown, whole_number
 
 SYSTEMS = ("ddp", "ddp-best", "fsdp2", "bytesched")
-HOROVOD_SYSTEMS = ("horovod", "horovod-best", "bytesched-horovod")
+HOROVOD_SYSTEMS = ("horovod", "bytesched-horovod")
 KVSTORE_SYSTEMS = ("kv-plain", "kv-p3", "bytesched-kv")
 #: of a profile with layers of experts: those that are measured unless others are named
 EXCHANGE_SYSTEMS = (
@@ -42,12 +42,11 @@ _DDP = {
     "static_graph": "static_graph",
 }
 _OF_DDP: Parsers = {**dict.fromkeys(_DDP, parse_flag), "bucket_mb": _above_0}
-_OF_HOROVOD: Parsers = {"fusion_mb": _above_0, "cycle_ms": _above_0}
 _OF_STORES: Parsers = {"transfer": one_of("two-sided", "one-sided"), "updates": parse_flag}
 _SLICES: Parsers = {"slice": whole_number(1, 1 << 40), "window": whole_number(1, 1 << 20)}
 #: how each option of a system is read; None: what bytesched is told, which ranks read
 _OPTIONS: dict[str, Parsers | None] = {
-    "ddp": _OF_DDP,
+    "ddp": {**_OF_DDP, "timeline": parse_path},
     "ddp-best": {},
     "fsdp2": {},
     "bytesched": None,
@@ -57,14 +56,14 @@ _OPTIONS: dict[str, Parsers | None] = {
     "bytesched-no-lane": None,
     "bytesched-pieces": None,
     "idle": {},
-    "horovod": {**_OF_HOROVOD, "cache": parse_flag},
-    "horovod-best": _OF_HOROVOD,
+    "horovod": {"fusion_mb": _above_0, "cycle_ms": _above_0, "cache": parse_flag},
     "bytesched-horovod": None,
     "kv-plain": _OF_STORES,
     "kv-p3": {**_OF_STORES, **_SLICES},
     "bytesched-kv": None,
 }
-DDP_WITH_OPTIONS = tuple(kind for kind, options in _OPTIONS.items() if options is _OF_DDP)
+DDP_WITH_OPTIONS = ("ddp", "ddp-finalize", "ddp-own-group")
+_GONE = {"horovod-best": "measure horovod with several settings, horovod:fusion_mb=4+cycle_ms=1"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +83,8 @@ def parse_systems(
     systems: dict[str, System] = {}
     for label in filter(None, (part.strip() for part in text.split(","))):
         kind, _, tail = label.partition(":")
+        if kind in _GONE:
+            raise ConfigError(f"--systems: {kind} is gone: {_GONE[kind]}")
         if kind not in known:
             raise ConfigError(f"--systems: {kind!r}{nearest(kind, known)}")
         pairs = [pair.partition("=") for pair in filter(None, tail.split("+"))]
@@ -114,7 +115,7 @@ def check_option(label: str, name: str, value: str, parsers: Parsers) -> None:
 
 def ddp_arguments(options: Mapping[str, str]) -> dict[str, Any]:
     """The arguments of `DistributedDataParallel` for the options of a system."""
-    return {_DDP[name]: _OF_DDP[name](value) for name, value in options.items()}
+    return {_DDP[name]: _OF_DDP[name](value) for name, value in options.items() if name in _DDP}
 
 
 def check_systems(

@@ -222,8 +222,8 @@ def _cell(text: str, figures: dict[str, float]) -> str:
 
 
 def chosen(system: dict[str, Any]) -> str:
-    """The settings that the bench found for a system, as text."""
-    return f"{system['bucket_mb']:g} MB" if "bucket_mb" in system else system.get("settings", "")
+    """The bucket size that the bench found for a system, as text."""
+    return f"{system['bucket_mb']:g} MB" if "bucket_mb" in system else ""
 
 
 def _legend(systems: dict[str, Any]) -> list[str]:
@@ -281,7 +281,7 @@ def notes(result: dict[str, Any]) -> list[str]:
     lines = [
         f"link {result['gradient_bytes_per_s'] / 1e6:.1f} MB/s of gradients: communication "
         f"{compute['communication_ms']:.1f} ms, {compute['communication_to_compute']:.2f} x "
-        f"compute",
+        "compute",
         f"compute {compute['compute_ms']:.1f} ms{beside} "
         f"({compute['compute_alone_ms']:.1f} alone); "
         f"T* {compute['optimum_ms']:.1f} ms, without the update of {compute['update_ms']:.1f} ms",

@@ -18,10 +18,8 @@ from typing import Any, Final, NoReturn
 
 from bytesched.bench.compare import check_same, check_systems, load_result, report, same_again
 from bytesched.bench.gpu_ranks import measure_gpu_ranks
-from bytesched.bench.picture import draw_bench
 from bytesched.bench.profile import parse_profile, save_all
 from bytesched.bench.provenance import command_of, provenance, setting
-from bytesched.bench.sharing import measure_sharing
 from bytesched.bench.specification import (
     CONTROLLERS,
     Specification,
@@ -68,9 +66,6 @@ def main(argv: Sequence[str] | None = None) -> int:
                 arguments = same_again(old.get("command", ""), arguments)
                 options = parser.parse_args(arguments)
             spec = specification(options, view)
-            if spec.share:
-                print("\n".join(["", *measure_sharing(spec, arguments)]))
-                return 0
             if old is not None:
                 check_same(old, setting(spec, view))
                 check_systems(old, {system.label for system in spec.systems})
@@ -156,7 +151,6 @@ def measure_systems(spec: Specification, view: RankView, command: str) -> dict[s
                 **json.loads(Path(start.result).read_text()),
                 "workload": f"{spec.model} (emulated compute)" if spec.profile else spec.model,
                 "emulated": spec.profile is not None,
-                "optimizer": spec.optimizer,
                 **origin,
                 "network": network,
                 "load_before": load,
@@ -175,10 +169,7 @@ def _report(result: dict[str, Any], spec: Specification, found: str) -> None:
         save_all([parse_profile(content, "recorded") for content in recorded], spec.record)
     add_figures(result)
     print(f"\n{table(result)}")
-    figures = spec.json or found
-    write_text(Path(figures), json.dumps(result, indent=1) + "\n")
-    if spec.png:
-        draw_bench(figures, spec.png)
-    for kind in ("record", "json", "png"):
+    write_text(Path(spec.json or found), json.dumps(result, indent=1) + "\n")
+    for kind in ("record", "json"):
         if path := getattr(spec, kind):
             print(f"{kind}: {path}")

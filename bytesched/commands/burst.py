@@ -26,8 +26,6 @@ from bytesched.lab.hosts import parse_rate
 from bytesched.parser import CommandParser, Option, read_by, within, writable_file
 from bytesched.table import aligned
 
-__all__ = ["main"]
-
 #: of one background step: only whole ones count
 STEP_NS = 250_000
 EPILOG = """\
@@ -38,6 +36,7 @@ EPILOG = """\
 REPLACED = {
     "--background-us": "a background step takes 250 us",
     "--bandwidth": "it is --rate",
+    "--curve": "--png draws it, and --json has it then",
 }
 
 
@@ -57,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         *static_partitions(task),
         burst_point(task, f"burst {options.amplification:g}", found.schedule, STEP_NS),
     ]
-    curve = list(burst_curve(task, STEP_NS)) if options.curve else []
+    curve = list(burst_curve(task, STEP_NS)) if options.png else []
     print("\n".join(_table(task, found)))
     print("\n".join(_comparison(task, points)))
     if options.json:
@@ -187,10 +186,10 @@ def _parser() -> argparse.ArgumentParser:
                 "was measured (0.2)",
             ),
             Option("--json", "FILE", writable_file, None, "write the plan, for the runtime"),
-            Option("--png", "FILE", writable_file, None, "write a picture of the plan"),
+            Option(
+                *("--png", "FILE", writable_file, None),
+                "write a picture of the plan, and of plans for other amplifications",
+            ),
         )
-    )
-    parser.add_argument(
-        "--curve", action="store_true", help="plan for other amplifications as well"
     )
     return parser

@@ -16,8 +16,6 @@ from bytesched.doctor.explain import explain
 from bytesched.parser import CommandParser
 from bytesched.table import aligned
 
-__all__ = ["as_text", "examine", "main"]
-
 _MARKS: dict[Status, str] = {"ok": "ok", "absent": "--", "warn": "warn", "fail": "FAIL"}
 
 

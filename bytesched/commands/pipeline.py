@@ -27,8 +27,6 @@ from bytesched.pipeline.stages import (
 )
 from bytesched.values import parse_size
 
-__all__ = ["main"]
-
 EPILOG: Final = """\
   bytesched pipeline plan --profile vgg --ranks 4 --placement v --micro-batches 8 \\
       --split-backward --csv order.csv

@@ -27,8 +27,6 @@ from bytesched.trace.reading import (
 from bytesched.trace.timeline import trace_name
 from bytesched.tuning.file import TuningFile
 
-__all__ = ["main"]
-
 _EPILOG = """\
 of timelines, the folder or files that BYTESCHED_TIMELINE names:
   report RUN                       means of each rank, and the slowest steps
@@ -47,6 +45,7 @@ updates everything at once, as DDP does, and once as it is.
   bytesched report runs/before runs/after -o both.png
 """
 _TITLES = ("rank", "step", "step ms", "link busy ms", "exposed wait ms", "crossed ms")
+_SLOWEST = 5
 _LEGEND = """
 link busy: something was being sent. exposed wait: training waited for the link.
 crossed: the link was busy before backward began, with gradients of the step before."""
@@ -59,12 +58,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="Print, merge or draw what files hold.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        replaced={"--slowest": "--all prints every step"},
     )
     parser.add_argument("paths", nargs="+", type=Path, metavar="FILE|DIR")
     parser.add_argument("-o", "--output", type=Path, metavar="OUT")
-    parser.add_argument(
-        "--slowest", type=_count, default=5, metavar="N", help="how many steps (%(default)s)"
-    )
     parser.add_argument("--all", action="store_true", help="print every step of every rank")
     options = parser.parse_args(argv)
     try:
@@ -78,12 +75,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.output:
         print(options.output)
     return 0
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r}: a whole number, 0 or more")
-    return int(text)
 
 
 def _check_output(output: Path | None) -> None:
@@ -181,8 +172,8 @@ def _print_traces(traces: Sequence[Trace], options: argparse.Namespace) -> None:
             for trace, parts in zip(graphs, shares, strict=True)
         ]
         _print_table("\nwhat an epoch goes to", ("rank", *shares[0]), rows)
-    if slowest := sorted(found, key=lambda step: -step[1].step_ms)[: options.slowest]:
-        _print_steps("\nthe slowest steps", slowest)
+    slowest = sorted(found, key=lambda step: -step[1].step_ms)[:_SLOWEST]
+    _print_steps("\nthe slowest steps", slowest)
     print(_LEGEND)
 
 

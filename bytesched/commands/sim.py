@@ -10,32 +10,20 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Final
 
-from bytesched.bench.profile import Profile, load_profile, shipped_profiles
-from bytesched.bench.systems import EXCHANGE_SYSTEMS, System, check_option, parse_systems
+from bytesched.bench.profile import load_profile
+from bytesched.bench.systems import System, check_option, parse_systems
 from bytesched.environment import rank_view
 from bytesched.errors import ConfigError, PluginError
 from bytesched.files import write_text
 from bytesched.lab.hosts import parse_rate
-from bytesched.link.algorithms import ALGORITHMS, GLOO_RANKS, LIBRARIES
-from bytesched.link.fabric import Cores, Fabric
+from bytesched.link.fabric import ALGORITHMS, GLOO_RANKS, LIBRARIES, Cores, Fabric
 from bytesched.parser import CommandParser, Option, read_by, within, writable_file
 from bytesched.policy import named_policy
 from bytesched.sim.measure import Links, Measured, measured
 from bytesched.sim.systems import LAB_COSTS, SYSTEMS, Costs, Model
-from bytesched.sim.table import (
-    EXCHANGE_LEGEND,
-    LEGEND,
-    SHARING_LEGEND,
-    Case,
-    predict_sharing,
-    rows,
-    sharing_rows,
-    verdict,
-)
+from bytesched.sim.table import LEGEND, Case, rows, verdict
 from bytesched.table import aligned
-from bytesched.values import one_of, parse_size
-
-__all__ = ["main"]
+from bytesched.values import parse_size
 
 MOST_RANKS: Final = 4096
 EPILOG: Final = """\
@@ -52,6 +40,7 @@ REPLACED: Final = {
     "--iterations": "what is predicted is the same in each",
     "--jitter": _ALIKE,
     "--png": _SEVERAL,
+    "--share": "what was predicted and measured is in the notes on jobs that take turns",
     "--straggler": _ALIKE,
     "--update-gb-per-s": "--measure finds that out",
 }
@@ -63,8 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     try:
         model = _model(options)
-        others = _shared_profiles(options, model.profile)
-        systems = _systems(options, has_experts=bool(model.profile.exchanged_bytes))
+        systems = _systems(options)
     except (ConfigError, PluginError) as error:
         parser.error(str(error))
     links = Links(options.rate / 8, options.latency_us / 1e6, "")
@@ -82,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     cases = [Case(model, _fabric(options, links, ranks), systems) for ranks in options.ranks]
     print("\n".join(_headline(cases[0], links)))
     print()
-    predictions = _table(cases) if options.share is None else _sharing(cases, others)
+    predictions = _table(cases)
     if options.json:
         content = {
             "profile": options.profile,
@@ -103,16 +91,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(
         prog="bytesched sim",
-        description="Predict the time of an iteration of DDP, FSDP2 and bytesched on a cluster:\n"
+        description="Predict the time of an iteration of DDP and bytesched on a cluster:\n"
         "the decisions are those of the real code, the links are a model.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         replaced=REPLACED,
     )
-    positive, profiles = within(1e-9, 1e9), ", ".join(shipped_profiles())
+    positive = within(1e-9, 1e9)
     parser.add_options(
         (
-            Option("--profile", "PROFILE", str, "gpt", f"the model: {profiles}, FILE.json"),
+            Option("--profile", "PROFILE", str, "gpt", "the model: gpt, resnet, vgg, FILE.json"),
             Option("--ranks", "LIST", _ranks, [2, 8, 64], "numbers of ranks (2,8,64)"),
             Option("--rate", "RATE", read_by(parse_rate), "10gbit", "each rank's link (10gbit)"),
             Option("--latency-us", "US", positive, 30.0, "latency of one message (30)"),
@@ -126,11 +114,7 @@ def _parser() -> argparse.ArgumentParser:
                 "cores that the model itself keeps busy, 1 where it computes on one (default 0: it "
                 "computes on an accelerator)",
             ),
-            Option(
-                *("--systems", "LIST", str, None),
-                f"what to predict ({','.join(SYSTEMS)}; of a profile with layers of experts "
-                f"{','.join(EXCHANGE_SYSTEMS)})",
-            ),
+            Option("--systems", "LIST", str, None, f"what to predict ({','.join(SYSTEMS)})"),
             Option("--compute-scale", "X", positive, 1.0, "a device that is X times as slow"),
             Option("--json", "FILE", writable_file, None, "write every figure"),
         )
@@ -149,14 +133,6 @@ def _parser() -> argparse.ArgumentParser:
         "from the ranks that a launcher has started, or two processes here (half a minute)",
     )
     parser.add_argument(
-        "--share",
-        nargs="?",
-        const="",
-        metavar="PROFILES",
-        help="predict jobs that take turns on shared devices: beside that of --profile one like "
-        "it, or one of each of these",
-    )
-    parser.add_argument(
         "--clip", action="store_true", help="the script clips by the norm of all gradients"
     )
     return parser
@@ -169,6 +145,11 @@ def _ranks(text: str) -> list[int]:
 def _model(options: argparse.Namespace) -> Model:
     """The profile, with what updates and cores cost. Raises `ConfigError`."""
     profile = load_profile(options.profile).scaled(options.compute_scale)
+    if profile.exchanged_bytes:
+        raise ConfigError(
+            f"--profile {options.profile} has layers of experts, whose all-to-alls are not "
+            f"predicted: measure them, bytesched bench --lab 2 --emulate {options.profile}"
+        )
     costs = Costs(update_bytes_per_s=100e9, cpu_load=options.cpu_load)
     if options.cores_per_rank:
         costs = replace(
@@ -191,54 +172,20 @@ def _fabric(options: argparse.Namespace, links: Links, ranks: int) -> Fabric:
     )
 
 
-def _above_0(text: str) -> None:
-    if not 0 < float(text) < math.inf:
-        raise ValueError(f"{text} is no size")
-
-
-_CHUNKS: Final = {
+_CHUNKS: Final[dict[str, Any]] = {
     "partition_bytes": parse_size,
     "credit_bytes": parse_size,
     "policy": named_policy,
 }
-_CHUNKS_BESIDE_EXPERTS: Final = {
-    "partition_bytes": parse_size,
-    "policy": one_of("priority", "fifo"),
-}
-_BUCKETS: Final = {"bucket_mb": _above_0, "bucket_view": one_of("0", "1")}
 
 
-def _systems(options: argparse.Namespace, *, has_experts: bool) -> tuple[System, ...]:
+def _systems(options: argparse.Namespace) -> tuple[System, ...]:
     """What is predicted. Raises `ConfigError`."""
-    for name in ("clip", "cores_per_rank") if has_experts else ():
-        if getattr(options, name):
-            raise ConfigError(
-                f"--{name.replace('_', '-')} is not for a profile with layers of experts: its "
-                "ranks clip nothing, and never wait for cores"
-            )
-    known: tuple[str, ...] = EXCHANGE_SYSTEMS if has_experts else SYSTEMS
-    plain = ("ddp-best", "fsdp2", "idle")
-    with_options = tuple(name for name in (*SYSTEMS, *EXCHANGE_SYSTEMS) if name not in plain)
-    systems = parse_systems(options.systems or ",".join(known), known, with_options)
-    chunks = _CHUNKS_BESIDE_EXPERTS if has_experts else _CHUNKS
+    systems = parse_systems(options.systems or ",".join(SYSTEMS), SYSTEMS, ("ddp", "bytesched"))
     for system in systems:
-        checks: dict[str, Any] = _BUCKETS if system.kind.startswith("ddp") else chunks
-        for name, value in system.options.items():
-            check_option(system.label, name, value, checks)
+        for name, value in system.options.items() if system.kind == "bytesched" else ():
+            check_option(system.label, name, value, _CHUNKS)
     return systems
-
-
-def _shared_profiles(options: argparse.Namespace, first: Profile) -> list[Profile]:
-    """Of the jobs beside the first one. Raises `ConfigError`."""
-    if options.share is None:
-        return []
-    if options.systems:
-        raise ConfigError("--systems is not for --share")
-    names = [name for name in options.share.split(",") if name]
-    profiles = [load_profile(name).scaled(options.compute_scale) for name in names] or [first]
-    if any(profile.exchanged_bytes for profile in (first, *profiles)):
-        raise ConfigError("--share is not for a profile with layers of experts")
-    return profiles
 
 
 # -- what is said ----------------------------------------------------------------------
@@ -256,25 +203,11 @@ def _table(cases: Sequence[Case]) -> list[dict[str, Any]]:
     """Print the systems of every case, and the sentences."""
     found = [case.predictions() for case in cases]
     lines = rows(found)
-    print("\n".join(aligned(lines, "><<" + (len(lines[0]) - 3) * ">")))
-    has_exchanges = bool(cases[0].model.profile.exchanged_bytes)
-    print(f"{EXCHANGE_LEGEND if has_exchanges else LEGEND}\n")
+    print("\n".join(aligned(lines, "><<>>>>")))
+    print(f"{LEGEND}\n")
     for case, of_case in zip(cases, found, strict=True):
         print(verdict(case, of_case))
     return [one.to_json() for of_case in found for one in of_case]
-
-
-def _sharing(cases: Sequence[Case], profiles: Sequence[Profile]) -> list[dict[str, Any]]:
-    """Print what jobs of these profiles take, of which that of the cases is the first."""
-    found = []
-    for case in cases:
-        models = [case.model, *(replace(case.model, profile=profile) for profile in profiles)]
-        jobs = predict_sharing([replace(case, model=model) for model in models])
-        found.append((case.fabric.ranks, jobs))
-    lines = sharing_rows(found)
-    print("\n".join(aligned(lines, ">" * len(lines[0]))))
-    print(SHARING_LEGEND)
-    return [{"ranks": ranks, "jobs": [asdict(job) for job in jobs]} for ranks, jobs in found]
 
 
 def _headline(case: Case, links: Links) -> list[str]:

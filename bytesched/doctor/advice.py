@@ -9,8 +9,6 @@ import re
 from dataclasses import dataclass
 from typing import Final
 
-__all__ = ["ADVICE", "Advice", "advice_for"]
-
 
 @dataclass(frozen=True)
 class Advice:

@@ -17,19 +17,6 @@ from bytesched.errors import BytesschedError, ConfigError
 from bytesched.lab.hosts import Lab
 from bytesched.version import __version__
 
-__all__ = [
-    "OPTIONAL",
-    "Check",
-    "Status",
-    "configuration",
-    "emulated_hosts",
-    "environment",
-    "installed",
-    "network",
-    "optional_packages",
-    "versions",
-]
-
 Status = Literal["ok", "absent", "warn", "fail"]
 
 OLDEST_TORCH = (2, 4)

@@ -15,8 +15,6 @@ from bytesched.environment import rank_view
 from bytesched.run.script import loaded
 from bytesched.run.watch import watch
 
-__all__ = ["explain", "report"]
-
 _SCRIPT = "bytesched.plugins.script"
 
 #: below this share of all that was waited, a line is not told of

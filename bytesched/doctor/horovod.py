@@ -24,8 +24,6 @@ from bytesched.environment import (
     is_horovod_number,
 )
 
-__all__ = ["AS_ROOT", "launcher", "launchers", "search_path", "settings"]
-
 LAUNCHERS = ("horovodrun", "mpirun")
 AS_ROOT = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
 #: settings that are numbers

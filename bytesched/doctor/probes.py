@@ -21,8 +21,6 @@ from bytesched.doctor.checks import Check, Status
 from bytesched.doctor.horovod import AS_ROOT, launcher, search_path
 from bytesched.environment import child_environment
 
-__all__ = ["backends", "horovod", "loopback", "training"]
-
 WORKER = "bytesched.plugins.doctor_rank"
 WORLD_SIZE = 2
 _REPORT = "report it with this output: bytesched does not work with this torch"

@@ -9,7 +9,7 @@ from itertools import pairwise
 
 from bytesched.errors import ConfigError
 from bytesched.ir.program import Held, Lane, Operator, Program, Transfer
-from bytesched.link.algorithms import ALGORITHMS
+from bytesched.link.fabric import ALGORITHMS
 
 
 class CyclicPlanError(ConfigError):

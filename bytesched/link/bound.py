@@ -92,21 +92,11 @@ def _jackson(work: Sequence[Gradient], bytes_per_s: float) -> list[float]:
     return ends_s
 
 
-def clipped_optimum_s(work: Sequence[Gradient], compute_s: float, bytes_per_s: float) -> float:
-    """Seconds of an iteration in which a norm of all gradients stands before the next forward
-    pass, and every gradient crosses the link as one all-reduce.
-
-    No forward pass may begin before the last byte has arrived, so the tail of every gradient is
-    that of the first layer: max(backward, link) + forward.
-    """
-    forward_s = _longest_tail_s(work)
-    held = [Gradient(one.release_s, forward_s, one.nbytes) for one in work]
-    return optimum_s(held, compute_s, bytes_per_s)
-
-
 def split_optimum_s(work: Sequence[Gradient], compute_s: float, bytes_per_s: float) -> float:
-    """As `clipped_optimum_s`, with each all-reduce split: T* of whatever clips.
+    """T* of whatever clips: a norm of all gradients stands before the next forward pass.
 
+    With whole all-reduces no forward pass may begin before the last byte has arrived. Here each is
+    split.
     A reduce-scatter moves half the bytes of an all-reduce and is all that a norm needs; the
     all-gather, the other half, is needed by its own layer alone. That is two jobs for every
     gradient: the first with the tail of the first layer, as the norm stands before all of forward,

@@ -7,7 +7,6 @@ there and the one before it was issued. That is a recurrence of maxima and sums.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -16,8 +15,6 @@ from typing import Final
 
 from bytesched.ahead import CONCURRENT, ChunkTimes, Link, Planner, is_measured
 from bytesched.link.fabric import Fabric
-
-__all__ = ["ITERATIONS", "Bundle", "Cluster", "Gather", "Job", "Work"]
 
 #: of a prediction, in the second half of which a plan has been made twice
 ITERATIONS: Final = 16
@@ -32,8 +29,6 @@ class Job:
     gate: int
     #: the layer whose gradient it waits for last: the first one in forward order
     layer: int
-    #: of an all-reduce: 1/2 for a reduce-scatter or an all-gather
-    share: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,18 +37,6 @@ class Bundle:
 
     jobs: tuple[int, ...]
     update_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Gather:
-    """One collective of the forward pass; these go in their order, after all updates."""
-
-    nbytes: int
-    #: the first layer that waits for it
-    layer: int
-    #: the layer at whose beginning it is issued; -1: when all is updated
-    issued_at: int
-    share: float = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +50,6 @@ class Work:
     bundles: tuple[Bundle, ...]
     #: the bundle that each layer waits for; -1: none
     bundle_of: tuple[int, ...]
-    gathers: tuple[Gather, ...] = ()
     #: how jobs are ordered: as planned of what ranks measure, or in the order they are listed
     is_planned: bool = False
     policy: str = "priority"
@@ -78,12 +60,6 @@ class Work:
     def releases_s(self) -> tuple[float, ...]:
         """From the start of backward until each layer's gradient is computed."""
         return tuple(accumulate(reversed(self.backward_s)))[::-1]
-
-    @property
-    def nbytes(self) -> float:
-        """Bytes sent, counted as those of all-reduces."""
-        sent: list[Job | Gather] = [*self.jobs, *self.gathers]
-        return sum(one.share * one.nbytes for one in sent)
 
 
 class Cluster:
@@ -130,16 +106,12 @@ class Cluster:
         for index in self.order:
             job = self.work.jobs[index]
             issued_s = max(issued_s, released_s[job.layer])
-            arrivals_s[index] = arrival_s = self._collective(issued_s, job)
+            begin_s = max(issued_s, self._links_free_s)
+            self._links_free_s = begin_s + self.fabric.occupied_s(job.nbytes)
+            arrivals_s[index] = arrival_s = self._links_free_s + self.fabric.start_up_s(job.nbytes)
             busy_s += max(0.0, arrival_s - max(issued_s, until_s))
             until_s = max(until_s, arrival_s)
         return arrivals_s, busy_s
-
-    def _collective(self, issued_s: float, sent: Job | Gather) -> float:
-        """When a collective is across that was issued then."""
-        begin_s = max(issued_s, self._links_free_s)
-        self._links_free_s = begin_s + self.fabric.occupied_s(sent.nbytes, sent.share)
-        return self._links_free_s + self.fabric.start_up_s(sent.nbytes, sent.share)
 
     def _plan(self, ready_s: Sequence[float], busy_s: float, iteration_s: float) -> None:
         """The order from now on, of what was measured in an iteration."""
@@ -161,24 +133,9 @@ class Cluster:
 
     def _forward(self, stepped_s: float, updated_s: Sequence[float]) -> float:
         """When the forward pass has ended."""
-        work = self.work
         now_s = stepped_s
-        issued_s = max([stepped_s, *updated_s])
-        gathers = deque(work.gathers)
-        waiting: list[tuple[int, float]] = []
-
-        def issue(layer: int, at_s: float) -> None:
-            nonlocal issued_s
-            while gathers and gathers[0].issued_at <= layer:
-                gather = gathers.popleft()
-                issued_s = max(issued_s, at_s)
-                waiting.append((gather.layer, self._collective(issued_s, gather)))
-
-        issue(-1, stepped_s)
-        for layer, forward_s in enumerate(work.forward_s):
-            if work.bundle_of[layer] >= 0:
-                now_s = max(now_s, updated_s[work.bundle_of[layer]])
-            now_s = max([now_s, *(at_s for first, at_s in waiting if first <= layer)])
-            issue(layer, now_s)
+        for bundle, forward_s in zip(self.work.bundle_of, self.work.forward_s, strict=True):
+            if bundle >= 0:
+                now_s = max(now_s, updated_s[bundle])
             now_s += forward_s
         return now_s

@@ -6,8 +6,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["Levels", "levels_of", "ring_share", "shares_hosts", "two_level_share"]
-
 
 @dataclass(frozen=True, slots=True)
 class Levels:

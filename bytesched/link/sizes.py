@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
 
-__all__ = ["PROBE_WINDOW", "RULES", "Probe", "Rule", "probe_sizes"]
-
 KIB, MIB = 2**10, 2**20
 
 #: Chunks in flight: the next one is on its way to the wire while one is on it. A third would only

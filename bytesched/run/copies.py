@@ -16,13 +16,15 @@ from pathlib import Path
 from typing import Any, Final
 
 import bytesched
-from bytesched.tuning.launching import first_argument
 
 #: finds this very package, wherever the child looks for others
 _START: Final = (
     "import sys; sys.path.insert(0, {root!r}); import bytesched.commands.run as command; "
     "del sys.path[0]; command.run_copy(sys.argv[1:])"
 )
+#: where options of the interpreter end, and those that take a value of their own
+_ENDS: Final = ("-m", "-c", "-")
+_WITH_VALUE: Final = ("-X", "-W", "--check-hash-based-pycs")
 
 
 def watch_copies(module: Any, program: str, *, is_module: bool) -> None:
@@ -73,7 +75,9 @@ def _under_run(
         return None
     if not words or not _is_this_python(words[0]):
         return None
-    first = first_argument(words, 1)
+    first = 1
+    while words[first : first + 1] and words[first][:1] == "-" and words[first] not in _ENDS:
+        first += 2 if words[first] in _WITH_VALUE else 1
     if words[first : first + 1] == ["-m"]:
         names = [word.removesuffix(".__main__") for word in words[first + 1 : first + 2]]
         is_copy = is_module and names == [script.removesuffix(".__main__")]

@@ -8,12 +8,9 @@ from pathlib import Path
 
 from bytesched.environment import RankView
 from bytesched.lab.ranks import Start, run_all, run_own
-from bytesched.link.algorithms import ALGORITHMS
-from bytesched.link.fabric import MESSAGES_BY_ITSELF, Cores
+from bytesched.link.fabric import ALGORITHMS, MESSAGES_BY_ITSELF, Cores
 from bytesched.records import from_json
 from bytesched.sim.systems import Costs, CpuCosts
-
-__all__ = ["Links", "Measured", "Probes", "measured"]
 
 _WORKER = "bytesched.plugins.bench.collectives"
 _KIB = 1 << 10

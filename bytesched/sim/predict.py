@@ -8,21 +8,17 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
-from bytesched.bench.systems import System
+from bytesched.bench.systems import System, ddp_arguments
 from bytesched.link.bound import gradients, optimum_s, split_optimum_s
-from bytesched.link.cluster import ITERATIONS, Cluster, Gather, Job, Work
+from bytesched.link.cluster import ITERATIONS, Cluster, Work
 from bytesched.link.fabric import Fabric
 from bytesched.sim.systems import (
     BUCKETS_MB,
-    CALIBRATED,
     DEFAULT_BUCKET_MB,
     Model,
     buckets,
     scheduled,
-    sharded,
 )
-
-__all__ = ["Prediction", "bound_s", "candidates", "largest_mb", "on_cores", "predict"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,14 +32,9 @@ class Prediction:
     ranks: int
     iteration_s: float
     optimum_s: float
-    #: whether its predictions were held against measurements
-    calibrated: bool
     collectives: int
     #: settings that were chosen for it
     chosen: str
-    #: of all-to-alls, from call to end: the median, and what 95 % of them do not exceed
-    exchange_p50_s: float = 0.0
-    exchange_p95_s: float = 0.0
 
     @property
     def to_optimum(self) -> float:
@@ -85,8 +76,7 @@ def predict(system: System, model: Model, fabric: Fabric) -> Prediction:
         ranks=fabric.ranks,
         iteration_s=iteration_s,
         optimum_s=bound_s(model, fabric),
-        calibrated=system.kind in CALIBRATED,
-        collectives=len(work.jobs) + len(work.gathers),
+        collectives=len(work.jobs),
         chosen=chosen,
     )
 
@@ -100,14 +90,12 @@ def _mean_s(ended_s: Sequence[float]) -> float:
 def on_cores(model: Model, work: Work, fabric: Fabric) -> Model:
     """The model on cores that it shares with this communication, which is taken at full speed."""
     alone = replace(fabric, cores=math.inf)
-    sent: list[Job | Gather] = [*work.jobs, *work.gathers]
-    cpu_s = sum(alone.cpu_s(one.nbytes, one.share) for one in sent)
-    busiest = cpu_s / sum(alone.occupied_s(one.nbytes, one.share) for one in sent)
+    cpu_s = sum(alone.cpu_s(job.nbytes) for job in work.jobs)
+    busiest = cpu_s / sum(alone.occupied_s(job.nbytes) for job in work.jobs)
     # What waits for all of backward takes no core from it.
-    early = [job for job in work.jobs if job.layer]
-    early_s = sum(alone.cpu_s(job.nbytes, job.share) for job in early)
+    early_s = sum(alone.cpu_s(job.nbytes) for job in work.jobs if job.layer)
     backward_s = sum(work.backward_s)
-    crosses = len(work.bundles) > 1 or bool(work.gathers)
+    crosses = len(work.bundles) > 1
     return model.beside(
         backward=min(busiest, early_s / backward_s) if backward_s else 0.0,
         afterwards=busiest if crosses else 0.0,
@@ -121,13 +109,11 @@ def candidates(system: System, fabric: Fabric) -> list[tuple[Callable[[Model], W
         return [
             (partial(buckets, bucket_mb=size, are_views=True), f"{size} MB") for size in BUCKETS_MB
         ]
-    if system.kind.startswith("ddp"):
-        size = float(options["bucket_mb"]) if "bucket_mb" in options else None
-        are_views = options.get("bucket_view") == "1"
+    if system.kind == "ddp":
+        given = ddp_arguments(options)
+        size, are_views = given.get("bucket_cap_mb"), given.get("gradient_as_bucket_view", False)
         chosen = f"{size or DEFAULT_BUCKET_MB:g} MB"
         return [(partial(buckets, bucket_mb=size, are_views=are_views), chosen)]
-    if system.kind == "fsdp2":
-        return [(partial(sharded, ranks=fabric.ranks, by_gloo=fabric.overlaps), "")]
     return [(partial(scheduled, fabric=fabric, options=options), "")]
 
 

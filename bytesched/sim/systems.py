@@ -9,28 +9,12 @@ from itertools import accumulate
 from math import prod
 
 from bytesched.bench.profile import ELEMENT_BYTES, Profile
-from bytesched.link.cluster import Bundle, Gather, Job, Work
+from bytesched.link.cluster import Bundle, Job, Work
 from bytesched.link.fabric import Cores, Fabric
 from bytesched.values import parse_size
 
-__all__ = [
-    "BUCKETS_MB",
-    "CALIBRATED",
-    "DEFAULT_BUCKET_MB",
-    "LAB_COSTS",
-    "SYSTEMS",
-    "Costs",
-    "CpuCosts",
-    "Model",
-    "Stretch",
-    "buckets",
-    "scheduled",
-    "sharded",
-]
-
-SYSTEMS = ("ddp", "ddp-best", "fsdp2", "bytesched")
 #: those whose predictions were held against the lab (docs/results.md)
-CALIBRATED = ("ddp", "ddp-best", "bytesched")
+SYSTEMS = ("ddp", "ddp-best", "bytesched")
 BUCKETS_MB = (1, 2, 4, 8, 16, 25)
 #: of bytesched's buckets and chunks, where nothing is set: over Gloo, and over NCCL
 #: (plugins/c10d/planning.py)
@@ -38,9 +22,6 @@ CHUNK_MB, NCCL_CHUNK_MB = 1, 16
 #: of DDP without arguments: its first bucket, and all others
 FIRST_BUCKET_MB = 1
 DEFAULT_BUCKET_MB = 25
-FSDP_UNITS = 12
-#: an all-gather of Gloo's over an all-reduce (docs/method.md)
-_GLOO_GATHER = 0.75
 MIB = 2**20
 
 
@@ -140,10 +121,10 @@ class Model:
         """How long the optimizer takes for gradients of so many bytes."""
         return self.stretch.update * nbytes / self.costs.update_bytes_per_s
 
-    def whole(self, jobs: int, *, ranks: int = 1) -> tuple[tuple[Bundle, ...], tuple[int, ...]]:
-        """Bundles and gates of a step that waits for everything; each rank updates 1/ranks."""
-        update_s = self.update_s(self.profile.nbytes) / ranks
-        return (Bundle(tuple(range(jobs)), update_s),), (0,) * len(self.profile.layers)
+    def whole(self, jobs: int) -> tuple[tuple[Bundle, ...], tuple[int, ...]]:
+        """Bundles and gates of a step that waits for everything."""
+        whole = Bundle(tuple(range(jobs)), self.update_s(self.profile.nbytes))
+        return (whole,), (0,) * len(self.profile.layers)
 
 
 def buckets(model: Model, bucket_mb: float | None = None, *, are_views: bool = False) -> Work:
@@ -182,42 +163,6 @@ def buckets(model: Model, bucket_mb: float | None = None, *, are_views: bool = F
         jobs=tuple(jobs),
         bundles=bundles,
         bundle_of=gates,
-    )
-
-
-def sharded(model: Model, ranks: int, *, by_gloo: bool = False) -> Work:
-    """FSDP2 in a dozen units, each gathered while the one before it computes; none twice.
-
-    Args:
-        by_gloo: whether Gloo carries it. It has no reduce-scatter, for which torch takes a whole
-            all-reduce, its all-gather takes three quarters of one, and on a CPU each blocks.
-    """
-    units = list(_units(model.profile))
-    sizes = [sum(model.profile.layers[layer].nbytes for layer in unit) for unit in units]
-    jobs = [
-        # What blocks is as good as sent before anything else goes on: the sum is the same.
-        Job(nbytes, number, 0, 1.0) if by_gloo else Job(nbytes, number, unit[0], 0.5)
-        for number, (unit, nbytes) in enumerate(reversed(list(zip(units, sizes, strict=True))))
-        if nbytes
-    ]
-    gathers = []
-    issued_at = -1
-    for unit, nbytes in zip(units, sizes, strict=True):
-        if nbytes:
-            gathers.append(
-                Gather(nbytes, 0, -1, _GLOO_GATHER)
-                if by_gloo
-                else Gather(nbytes, unit[0], issued_at)
-            )
-        issued_at = unit[0]
-    bundles, gates = model.whole(len(jobs), ranks=ranks)
-    return Work(
-        forward_s=model.forward_s,
-        backward_s=model.backward_s,
-        jobs=tuple(jobs),
-        bundles=bundles,
-        bundle_of=gates,
-        gathers=tuple(gathers),
     )
 
 
@@ -275,16 +220,3 @@ def _cut(bucket: Sequence[tuple[int, int]], chunk_bytes: int) -> Iterator[tuple[
             if end > start and end - nbytes < stop
         }
         yield stop - start, sorted(inside)
-
-
-def _units(profile: Profile) -> Iterator[list[int]]:
-    unit: list[int] = []
-    nbytes = 0
-    for index, layer in enumerate(profile.layers):
-        unit.append(index)
-        nbytes += layer.nbytes
-        if nbytes * FSDP_UNITS >= profile.nbytes:
-            yield unit
-            unit, nbytes = [], 0
-    if unit:
-        yield unit

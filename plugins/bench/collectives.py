@@ -15,8 +15,7 @@ import torch
 
 from bytesched.bench.profile import ELEMENT_BYTES, LayerProfile, Profile
 from bytesched.lab.ranks import Place
-from bytesched.link.algorithms import ALGORITHMS
-from bytesched.link.fabric import MESSAGES_BY_ITSELF
+from bytesched.link.fabric import ALGORITHMS, MESSAGES_BY_ITSELF
 from bytesched.sim.measure import Measured, Probes
 from bytesched.sim.systems import CpuCosts
 
@@ -48,7 +47,7 @@ def _measure(probes: Probes, _: Place) -> dict[str, Any]:
     parameter = torch.nn.Parameter(torch.zeros(_BULK_BYTES // ELEMENT_BYTES))
     parameter.grad = source = torch.ones_like(parameter)
     speeds = [
-        _bytes_per_s(make_optimizer(_OPTIMIZER, [parameter]).step),
+        _bytes_per_s(make_optimizer([parameter]).step),
         _bytes_per_s(lambda: parameter.detach().copy_(source)),
     ]
     update, copied = ranks.means(speeds)
@@ -74,7 +73,6 @@ def _cores_per_rank(ranks: Ranks) -> float:
 
 
 _WARMUP, _ITERATIONS = 3, 6
-_OPTIMIZER: Final = "adamw"
 _LAYERS, _TENSORS, _MANY_TENSORS = 8, 32, 160
 _PIECES, _MANY_PIECES = 4, 32
 _TRIES: Final = 5
@@ -127,13 +125,13 @@ def cpu_costs(kind: str, nbytes: int, messages: int) -> CpuCosts:
 def _used(kind: str, shape: _Shape) -> _Used:
     workload = emulated(_profile(shape), SEED)
     if kind == "plain":
-        running = Running(workload.model, make_optimizer(_OPTIMIZER, workload.model.parameters()))
+        running = Running(workload.model, make_optimizer(workload.model.parameters()))
     else:
         piece_bytes = shape.nbytes // shape.pieces
         options = {"bucket_mb": str(piece_bytes / MIB), "bucket_view": "1"}
         if kind != "ddp":
             options = {"partition_bytes": str(piece_bytes), "credit_bytes": str(2 * piece_bytes)}
-        running = set_up(kind, options, workload.model, _OPTIMIZER)
+        running = set_up(kind, options, workload.model)
     found = train(workload, running, _WARMUP, _ITERATIONS, lambda step: step)
     del workload, running
     gc.collect()

@@ -109,7 +109,7 @@ class GpuBench:
         """
         self._clear()
         model = self._model()
-        optimizer = make_optimizer(self._spec.optimizer, model.parameters())
+        optimizer = make_optimizer(model.parameters())
         count = sum(p.numel() for p in model.parameters())
         arena = torch.zeros(count, device=self._device)
 
@@ -181,7 +181,7 @@ class GpuBench:
         model = self._model()
         if system.kind != "fsdp2":
             ddp = {"gradient_as_bucket_view": True, "device_ids": [0] if self._on_gpu else None}
-            return set_up(system.kind, system.options, model, self._spec.optimizer, **ddp)
+            return set_up(system.kind, system.options, model, **ddp)
         # Not in torch 2.5 or older.
         from torch.distributed.fsdp import fully_shard
 
@@ -192,7 +192,7 @@ class GpuBench:
             fully_shard(each, mesh=mesh, reshard_after_forward=False)
         for block, following in pairwise(blocks):
             block.set_modules_to_forward_prefetch([following])
-        return Running(model, make_optimizer(self._spec.optimizer, model.parameters()))
+        return Running(model, make_optimizer(model.parameters()))
 
     def _trace(self, running: Running) -> dict[str, list[Any]] | None:
         """An iteration, from what the session's observers are told."""

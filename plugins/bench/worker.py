@@ -36,7 +36,7 @@ from .workloads.compute import Traffic, measure_compute, measure_update, record_
 from .workloads.models import build
 
 if TYPE_CHECKING:
-    from .systems.horovod import Horovod, Settings
+    from .systems.horovod import Horovod
 
 COMPUTE_ITERATIONS = 5
 SWEPT_BUCKETS_MB = (1, 2, 4, 8, 16, 25)
@@ -66,10 +66,9 @@ def estimate(spec: Specification, iteration_s: float) -> str:
     iterations = len(kinds) * spec.rounds * (spec.warmup + spec.iterations + 1)
     block = SWEEP_WARMUP + spec.sweep_iterations + 1
     iterations += kinds.count("ddp-best") * 2 * len(SWEPT_BUCKETS_MB) * block
-    beyond = ", and the sweep of horovod-best" if "horovod-best" in kinds else ""
     return (
         f"estimate: {max(iterations * iteration_s / 60, 0.1):.1f} min, for {iterations} iterations "
-        f"of at most {1e3 * iteration_s:.0f} ms{beyond}; ctrl-C ends it and prints the table of "
+        f"of at most {1e3 * iteration_s:.0f} ms; ctrl-C ends it and prints the table of "
         "what was measured until then"
     )
 
@@ -89,7 +88,8 @@ class Bench:
 
             self.horovod = Horovod(self.ranks, place)
         self.compute_samples: list[dict[str, float]] = []
-        self.sweeps_ms: dict[str, dict[str, float]] = {}
+        #: of DDP by bucket size in MB, where they are swept
+        self.sweep: dict[str, dict[str, float]] = {}
         exchanged = [one.exchange_bytes for one in spec.profile.layers] if spec.profile else []
         #: of the smallest all-to-all, and how many of these all of an iteration would be
         self.exchange_bytes = min(filter(None, exchanged), default=0)
@@ -103,7 +103,7 @@ class Bench:
             say("the link does not keep a rate: compute will be off what --comm-ratio asks for")
         if spec.profile:
             how = self.link.bytes_per_s, spec.comm_ratio, spec.compute_scale
-            self.spec = replace(spec, profiles=(spec.profile.paced(*how),))
+            self.spec = replace(spec, profile=spec.profile.paced(*how))
         model = self.describe()
         systems: dict[str, dict[str, Any]] = {s.label: {"rounds": []} for s in self.systems}
         for turn in range(spec.rounds):
@@ -149,7 +149,7 @@ class Bench:
             "stolen_share": stolen,
             **self.link.facts(),
             "compute": compute | model,
-            **self.sweeps_ms,
+            **self.sweep,
             "systems": {label: system for label, system in systems.items() if system["rounds"]},
         }
 
@@ -159,25 +159,10 @@ class Bench:
         And what was chosen, for the report.
         """
         if system.kind == "ddp-best":
-            buckets = self.sweeps_ms["bucket_sweep_ms"] = self.sweep_buckets()
+            buckets = self.sweep["bucket_sweep_ms"] = self.sweep_buckets()
             best_mb = min(buckets, key=buckets.__getitem__)
             options = {"bucket_mb": best_mb, "bucket_view": "1"}
             return replace(system, kind="ddp", options=options), {"bucket_mb": float(best_mb)}
-        if system.kind == "horovod-best":
-            from .systems.horovod import sweep
-
-            given = {name: float(value) for name, value in system.options.items()}
-
-            def measured_ms(settings: Settings) -> float:
-                median_ms = self.median_ms("horovod", settings.options())
-                self.ranks.say(f"horovod sweep {settings!s:>14} {median_ms:14.1f} ms")
-                return median_ms
-
-            swept = sweep(measured_ms, **given)
-            self.sweeps_ms["horovod_sweep_ms"] = {str(tried): ms for tried, ms in swept.items()}
-            best = min(swept, key=swept.__getitem__)
-            chosen = {"settings": str(best)}
-            return replace(system, kind="horovod", options=best.options()), chosen
         return system, {}
 
     def sweep_buckets(self) -> dict[str, float]:
@@ -231,7 +216,7 @@ class Bench:
             beside = measure_compute(workload, COMPUTE_ITERATIONS, self.seed_of, traffic)
             traffic.close()
             compute_s, work = beside.compute_s, beside.work()
-        optimizer = make_optimizer(self.spec.optimizer, workload.model.parameters())
+        optimizer = make_optimizer(workload.model.parameters(), fused=self.spec.servers is None)
         rate, is_clipped = self.link.bytes_per_s, bool(self.spec.clip)
         bound_s = split_optimum_s if is_clipped else optimum_s
         found = {
@@ -280,7 +265,7 @@ class Bench:
         began_bytes = reset_peak()
         [system], workload = spec.systems, build(spec, SEED)
         build_up = set_up_experts if self.exchanges else set_up
-        running = build_up(system.kind, system.options, workload.model, spec.optimizer)
+        running = build_up(system.kind, system.options, workload.model)
         dist.barrier()
         length = spec.warmup, spec.iterations
         found = train(workload, running, *length, self.seed_of, spec.clip)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from bytesched.link.algorithms import ALGORITHMS, LIBRARIES
-from bytesched.link.cluster import Bundle, Gather, Job, Work
-from bytesched.link.fabric import Fabric
+from bytesched.link.cluster import Bundle, Job, Work
+from bytesched.link.fabric import ALGORITHMS, LIBRARIES, Fabric
 
 _TIMES_S = st.floats(0.0, 0.1)
 _SIZES = st.integers(1, 10**6)
@@ -14,14 +13,13 @@ _SIZES = st.integers(1, 10**6)
 
 @st.composite
 def works(draw: st.DrawFn) -> Work:
-    """Layers, jobs, bundles and gathers in any number; every job is waited for."""
+    """Layers, jobs and bundles in any number; every job is waited for."""
     layers = draw(st.integers(1, 6))
     jobs = [
         Job(
             draw(_SIZES),
             draw(st.integers(0, 9)),
             draw(st.integers(0, layers - 1)),
-            draw(st.sampled_from((0.5, 1.0))),
         )
         for _ in range(draw(st.integers(1, 12)))
     ]
@@ -33,18 +31,12 @@ def works(draw: st.DrawFn) -> Work:
     # The last layer waits for everything, so that nothing is left for the next iteration.
     bundles.append(Bundle(tuple(range(len(jobs))), draw(_TIMES_S)))
     gates[-1] = parts
-    firsts = sorted(draw(st.lists(st.integers(0, layers - 1), max_size=3)))
-    gathers = tuple(
-        Gather(draw(_SIZES), first, -1 if not index else first - 1)
-        for index, first in enumerate(firsts)
-    )
     return Work(
         forward_s=tuple(draw(_TIMES_S) for _ in range(layers)),
         backward_s=tuple(draw(_TIMES_S) for _ in range(layers)),
         jobs=tuple(jobs),
         bundles=tuple(bundles),
         bundle_of=tuple(gates),
-        gathers=gathers,
         is_planned=draw(st.booleans()),
         credit_bytes=draw(st.sampled_from((1, 10**6, 1 << 40))),
     )

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import count
+from time import perf_counter_ns
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
@@ -20,6 +23,7 @@ from bytesched.bench.systems import (
     ddp_arguments,
 )
 from bytesched.errors import PluginError
+from bytesched.trace.timeline import Timeline
 
 from ...exchanges.peers import peers_of
 from ..workloads.experts import EmulatedExperts, Exchanges, InPieces
@@ -41,22 +45,21 @@ class Running:
     exchanges: Exchanges | None = None
 
 
-#: by name, each in torch's fused form: the class and its settings
-OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
-    "adamw": (torch.optim.AdamW, {"lr": 1e-3, "fused": True}),
-    "sgd": (torch.optim.SGD, {"lr": 1e-2, "momentum": 0.9, "fused": True}),
-}
+_ADAMW: dict[str, Any] = {"lr": 1e-3, "fused": True}
 
 
-def make_optimizer(name: str, parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
-    """AdamW, or SGD with momentum."""
-    kind, settings = OPTIMIZERS[name]
-    return kind(parameters, **settings)
+def make_optimizer(
+    parameters: Iterable[torch.Tensor], *, fused: bool = True
+) -> torch.optim.Optimizer:
+    """That of all systems: AdamW, in torch's fused form unless they send through a store.
+
+    A fused step rounds the last elements of a tensor in their own way, and a store that updates has
+    other tensors than the workers.
+    """
+    return torch.optim.AdamW(parameters, **_ADAMW | {"fused": fused})
 
 
-def set_up(
-    kind: str, options: Mapping[str, str], model: nn.Module, optimizer_name: str, **ddp: Any
-) -> Running:
+def set_up(kind: str, options: Mapping[str, str], model: nn.Module, **ddp: Any) -> Running:
     """The system `kind` around `model`; options are texts as the command line has them.
 
     DDP takes `bucket_mb`, `bucket_view` and `static_graph`, bytesched the fields of its
@@ -66,31 +69,81 @@ def set_up(
     if kind in HOROVOD_SYSTEMS:
         import horovod.torch as hvd
 
-        inner = make_optimizer(optimizer_name, parameters())
+        inner = make_optimizer(parameters())
         averaging = hvd.DistributedOptimizer(inner, named_parameters=model.named_parameters())
         if kind == "horovod":
             return Running(model, averaging)
         return scheduled(averaging, model, options)
     if kind == "fsdp2":
         _shard(model)
-        return Running(model, make_optimizer(optimizer_name, parameters()))
+        return Running(model, make_optimizer(parameters()))
     own = ddp_arguments(options) if kind in DDP_WITH_OPTIONS else {}
     wrapped = DistributedDataParallel(model, **ddp | own)
     if kind == "zero1":
         # It compiles optimizers of TorchScript when it is imported, which warns.
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
-        kind_of_step, more = OPTIMIZERS[optimizer_name]
-        sharded = ZeroRedundancyOptimizer(parameters(), optimizer_class=kind_of_step, **more)
+        sharded = ZeroRedundancyOptimizer(parameters(), optimizer_class=torch.optim.AdamW, **_ADAMW)
         return Running(wrapped, sharded)
-    optimizer = make_optimizer(optimizer_name, parameters())
+    optimizer = make_optimizer(parameters())
     if kind == "ddp":
+        if folder := options.get("timeline"):
+            return Running(wrapped, optimizer, _trace(wrapped, optimizer, folder))
         return Running(wrapped, optimizer)
     if kind == "ddp-finalize":
         finalizing = Finalizing(optimizer, wrapped)
         return Running(wrapped, finalizing, finalizing.close)
     # What is measured here is compared here.
     return scheduled(optimizer, wrapped, {"guard": "off", **options})
+
+
+def _trace(wrapped: Any, optimizer: torch.optim.Optimizer, folder: str) -> Callable[[], Any]:
+    """Has plain DDP write a timeline as wrapped models do, a bucket being a chunk; ends it.
+
+    DDP starts and awaits each all-reduce as ever; a communication hook sees it begin and end.
+    """
+    timeline = Timeline(folder, rank=torch.distributed.get_rank())
+    began_ns = {"forward": 0, "backward": 0, "update": 0}
+    steps = count(1)
+
+    def begin(track: str) -> None:
+        began_ns[track] = perf_counter_ns()
+
+    def end(track: str) -> None:
+        timeline.on_span(track, track, began_ns[track], perf_counter_ns())
+
+    def computed(*_: Any) -> None:
+        end("forward")
+        begin("backward")
+
+    def reduce(group: Any, bucket: Any) -> Any:
+        number, sent_ns = bucket.index(), perf_counter_ns()
+        if bucket.is_last():
+            end("backward")
+
+        def arrived(future: Any) -> Any:
+            at_ns, what = perf_counter_ns(), {"chunk": number}
+            timeline.on_span("send", f"bucket {number}", sent_ns, at_ns, what)
+            return future.value()
+
+        return allreduce_hook(group, bucket).then(arrived)
+
+    def stepped(*_: Any) -> None:
+        end("update")
+        timeline.on_step(next(steps), perf_counter_ns())
+
+    wrapped.register_forward_pre_hook(lambda *_: begin("forward"))
+    wrapped.register_forward_hook(computed)
+    # DDP reads the annotations of a hook, and would know none as texts.
+    wrapped.register_comm_hook(None, lambda group, bucket: reduce(group, bucket))
+    optimizer.register_step_pre_hook(lambda *_: begin("update"))
+    optimizer.register_step_post_hook(stepped)
+
+    def close() -> dict[str, int | float | str]:
+        timeline.close()
+        return {}
+
+    return close
 
 
 def scheduled(
@@ -206,9 +259,7 @@ _WITH_EXPERTS: dict[str, tuple[Callable[[], Exchanges], str]] = {
 }
 
 
-def set_up_experts(
-    kind: str, options: Mapping[str, str], model: nn.Module, optimizer_name: str
-) -> Running:
+def set_up_experts(kind: str, options: Mapping[str, str], model: nn.Module) -> Running:
     """The system ``kind`` around ``model``, whose layers of experts exchange; collective."""
     make, carrier = _WITH_EXPERTS[kind]
     exchanges = make()
@@ -216,9 +267,9 @@ def set_up_experts(
         if isinstance(module, EmulatedExperts):
             module.exchanges = exchanges
     if carrier:
-        running = set_up(carrier, options, model, optimizer_name)
+        running = set_up(carrier, options, model)
     else:
-        running = Running(model, make_optimizer(optimizer_name, model.parameters()))
+        running = Running(model, make_optimizer(model.parameters()))
 
     def close() -> dict[str, int | float | str]:
         figures = running.close()

@@ -1,4 +1,4 @@
-"""Horovod in `bytesched bench`: its blocks, and the sweep of its settings.
+"""Horovod in `bytesched bench`: what its blocks are told.
 
 Horovod reads fusion threshold and cycle time when it starts, and a process cannot
 start it again with other ones: what was set once stays set, and setting both crashes. So every
@@ -7,11 +7,9 @@ block has processes of its own. The ranks that start them wait meanwhile and use
 
 from __future__ import annotations
 
-import statistics
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from itertools import groupby
-from typing import NamedTuple
 
 from horovod.runner.common.util.hosts import HostInfo, get_host_assignments
 from horovod.runner.gloo_run import create_run_env_vars, create_slot_env_vars
@@ -22,24 +20,6 @@ from bytesched.values import parse_flag
 
 from ..rank import Ranks
 from .data_parallel import MIB
-
-SWEPT_FUSION_MB = (1.0, 2.0, 4.0, 8.0, 16.0, 128.0)
-#: the first is Horovod's own
-SWEPT_CYCLES_MS = (1.0, 0.5, 5.0)
-
-
-class Settings(NamedTuple):
-    """What Horovod is swept over."""
-
-    fusion_mb: float
-    cycle_ms: float
-
-    def __str__(self) -> str:
-        return f"{self.fusion_mb:g} MB, {self.cycle_ms:g} ms"
-
-    def options(self) -> dict[str, str]:
-        """The same as options of a system."""
-        return {name: str(value) for name, value in self._asdict().items()}
 
 
 def split_options(options: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
@@ -87,33 +67,3 @@ class Horovod:
         found = create_slot_env_vars(slot)
         found |= create_run_env_vars(place.address, [place.interface], ports[0])
         return {name: str(value) for name, value in found.items() if value != ""}
-
-
-def sweep(
-    measure: Callable[[Settings], float],
-    fusion_mb: float | None = None,
-    cycle_ms: float | None = None,
-) -> dict[Settings, float]:
-    """Milliseconds of plain Horovod for the settings tried; `measure` returns them for one.
-
-    First the fusion threshold with the default cycle time, then other cycle times with the best
-    threshold; what is given is not varied. What seems to be the fastest is measured again, so
-    that luck does not choose.
-    """
-    thresholds_mb = SWEPT_FUSION_MB if fusion_mb is None else (fusion_mb,)
-    first_ms, *others_ms = SWEPT_CYCLES_MS if cycle_ms is None else (cycle_ms,)
-    samples: dict[Settings, list[float]] = {}
-
-    def ms(settings: Settings) -> float:
-        return statistics.fmean(samples[settings])
-
-    def fastest_of(tried: Iterable[Settings]) -> Settings:
-        for settings in tried:
-            samples[settings] = [measure(settings)]
-        while len(samples[fastest := min(samples, key=ms)]) == 1:
-            samples[fastest].append(measure(fastest))
-        return fastest
-
-    best = fastest_of(Settings(each_mb, first_ms) for each_mb in thresholds_mb)
-    fastest_of(Settings(best.fusion_mb, each_ms) for each_ms in others_ms)
-    return {settings: ms(settings) for settings in samples}

@@ -97,7 +97,7 @@ def _on_horovod(spec: Specification, ranks: int) -> Iterator[_Ready]:
     if hvd.size() != ranks:
         raise PluginError(f"Horovod sees {hvd.size()} ranks, {ranks} were started")
     [system], workload = spec.systems, build(spec, SEED)
-    running = set_up(system.kind, system.options, workload.model, spec.optimizer)
+    running = set_up(system.kind, system.options, workload.model)
     hvd.barrier()
     yield workload, running, hvd.rank(), {"local_size": hvd.local_size()}
     hvd.shutdown()

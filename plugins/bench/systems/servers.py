@@ -40,7 +40,7 @@ def set_up_store(
         sizes = int(options.get("slice", _SLICE_ELEMENTS)), int(options.get("window", 1))
         p3 = P3(model, spec, store, *sizes)
         return Running(model, p3, p3.close)
-    optimizer = make_optimizer(spec.optimizer, model.parameters())
+    optimizer = make_optimizer(model.parameters(), fused=False)
     if kind == "kv-plain":
         WholeKeys(model, optimizer, spec, store)
         return Running(model, optimizer)
@@ -133,7 +133,7 @@ class P3:
         of: dict[int, _P3Tensor] = {}
         for name, parameter in model.named_parameters():
             keys = _put(store, name, parameter, -(-parameter.numel() // slice_elements))
-            optimizer = make_optimizer(spec.optimizer, [parameter])
+            optimizer = make_optimizer([parameter], fused=False)
             tensor = _P3Tensor(len(self._tensors), parameter, optimizer, keys)
             tensor.updated.set()
             self._tensors.append(tensor)

@@ -19,7 +19,7 @@ from bytesched.bench.profile import Profile
 from bytesched.bench.specification import Specification
 from bytesched.errors import ConfigError
 
-from .emulated import EmulatedModel, Pace, emulated_loss
+from .emulated import EmulatedModel, emulated_loss
 
 IMAGE_SIZE = 32
 CLASSES = 100
@@ -186,10 +186,10 @@ def named(model: str, batch: int, seed: int) -> Workload:
     return _user_workload(model)
 
 
-def emulated(profile: Profile, seed: int, pace: Pace | None = None) -> Workload:
-    """A profile's, at a pace of its own or at that given."""
+def emulated(profile: Profile, seed: int) -> Workload:
+    """A profile's."""
     torch.manual_seed(seed)
-    return Workload(EmulatedModel(profile, pace), emulated_loss)
+    return Workload(EmulatedModel(profile), emulated_loss)
 
 
 def _user_workload(target: str) -> Workload:

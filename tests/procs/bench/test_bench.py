@@ -16,6 +16,7 @@ from bytesched.bench.systems import SYSTEMS
 from bytesched.burst.graph import layers_of, load_graph
 from bytesched.cli import INTERRUPTED
 from bytesched.commands.bench import TERMINATED
+from bytesched.trace.reading import read_traces
 
 BROKEN_MODEL = """
 import torch
@@ -27,10 +28,10 @@ def make():
 
 
 def test_all_systems_on_two_ranks(bench: Bench) -> None:
-    result = bench.result(
-        *("--emulate", "tiny.json", "--workers", "2", *QUICK, "--record", "recorded.json")
-    )
-    assert list(result["systems"]) == list(SYSTEMS)
+    systems = ["ddp:timeline=runs", *SYSTEMS[1:]]
+    options = ["--workers", "2", "--systems", ",".join(systems), "--record", "recorded.json"]
+    result = bench.result("--emulate", "tiny.json", *QUICK, *options)
+    assert list(result["systems"]) == systems
     assert result["world_size"] == 2
     assert 0 <= result["stolen_share"] <= 1
     assert result["workload"] == "tiny (emulated compute)"
@@ -50,6 +51,16 @@ def test_all_systems_on_two_ranks(bench: Bench) -> None:
     files = [str(bench.folder / name) for name in ("recorded.json", "tiny.json")]
     assert len({load_profile(file).nbytes for file in files}) == 1
     assert "bytesched" in result["stdout"]
+    for rank in range(2):
+        (trace,) = read_traces(bench.folder / "runs" / f"rank{rank}.trace.json")
+        for one in trace.iterations():
+            sent, updated = (
+                trace.intervals(track, one.start_ms, one.end_ms) for track in ("send", "update")
+            )
+            assert sent
+            assert len(updated) == 1
+            assert one.crossed_ms == 0
+            assert sent[-1][1] <= updated[0][0]
 
 
 #: as it comes, with options, and finalized late
@@ -154,10 +165,9 @@ def test_under_torchrun(bench: Bench) -> None:
 def test_the_demo(bench: Bench) -> None:
     done = bench.run("--steps", "10", "--output", "out", program=["bytesched.plugins.demo"])
     assert done.returncode == 0, done.stderr
-    assert [*losses(bench.read("out/result.json")).values()] == ["identical"] * 4
-    # A whole step of the optimizer is none of ours.
-    for system, tracks in (("before", {"forward", "send"}), ("bytesched", {"send", "update"})):
-        events = bench.read(f"out/{system}/rank0.trace.json")
-        assert {event["cat"] for event in events if "cat" in event} >= tracks
+    assert [*losses(bench.read("out/result.json")).values()] == ["identical"] * 3
+    for system in ("ddp", "bytesched"):
+        (trace,) = read_traces(bench.folder / "out" / system / "rank0.trace.json")
+        assert trace.spans.keys() >= {"forward", "backward", "send", "update"}
     if importlib.util.find_spec("matplotlib"):
         assert (bench.folder / "out" / "iteration.png").stat().st_size > 10_000

@@ -62,19 +62,6 @@ def test_over_gloo_on_loopback(bench: Bench, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.nightly
 @needs_gloo
-@pytest.mark.slow
-def test_the_sweep_is_printed_and_kept(bench: Bench) -> None:
-    system = "horovod-best:fusion_mb=4"
-    result = bench.result("--emulate", "tiny.json", "--systems", system, *ONCE)
-    assert len(result["horovod_sweep_ms"]) == 3
-    assert result["stdout"].count("horovod sweep") >= 4
-    best = min(result["horovod_sweep_ms"], key=result["horovod_sweep_ms"].__getitem__)
-    assert result["systems"][system]["settings"] == best
-    assert f"{system} ({best})" in result["stdout"]
-
-
-@pytest.mark.nightly
-@needs_gloo
 def test_a_failing_rank_ends_the_bench_and_is_quoted(bench: Bench) -> None:
     done = bench.run("--emulate", "tiny.json", "--systems", "bytesched-horovod:policy=fofo")
     assert done.returncode

@@ -121,7 +121,7 @@ def test_the_report_compares_with_the_best_other() -> None:
     }
     bounds = {"compute": 50.0, "reduction": 60.0, "both_25": 70.0, "both_8": 80.0}
     found = {
-        "specification": {"clip": 1.0, "model": "gpt", "optimizer": "adamw", "sharing": "in turns"},
+        "specification": {"clip": 1.0, "model": "gpt", "sharing": "in turns"},
         "systems": {
             "ddp:bucket_mb=4": _system(105.0),
             "fsdp2": _system(84.0),

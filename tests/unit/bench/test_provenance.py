@@ -88,7 +88,6 @@ def setting_of(command: str) -> dict[str, Any]:
         ("--clip 1", "clip was 0.0 and is 1.0 now"),
         ("--comm-ratio 1", "comm_ratio was not set and is 1.0 now"),
         ("--emulate vgg", "emulate was gpt and is vgg now"),
-        ("--optimizer sgd", "optimizer was adamw and is sgd now"),
     ],
 )
 def test_settings_that_differ_are_named(more: str, name: str) -> None:

@@ -210,7 +210,7 @@ def test_plain_data_parallelism_and_static_partitions() -> None:
 def test_command_writes_a_plan_that_can_be_read(tmp_path: Path, said: Callable[..., str]) -> None:
     pytest.importorskip("matplotlib")
     output = said(
-        "burst plan --profile vgg16 --gpus 8 --amplification 2.0 --rate 2400gbit --curve "
+        "burst plan --profile vgg16 --gpus 8 --amplification 2.0 --rate 2400gbit "
         f"--json {tmp_path}/plan.json --png {tmp_path}/plan.png"
     )
     assert "conv1_1" in output

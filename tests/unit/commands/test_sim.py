@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tiny import TINY_TO_SEND
 
 
 def test_it_pays_where_communication_takes_as_long_as_compute(
@@ -62,16 +61,3 @@ def test_few_cores_are_said_and_cost_time(tmp_path: Path, said: Callable[..., st
 def test_how_all_reduces_run_is_said(arguments: str, words: str, said: Callable[..., str]) -> None:
     text = said(f"sim --profile resnet --ranks 32 --systems ddp {arguments}")
     assert words in text
-
-
-def test_jobs_that_share_are_as_fast_as_their_device(
-    tmp_path: Path, said: Callable[..., str]
-) -> None:
-    path, tiny = tmp_path / "share.json", tmp_path / "tiny.json"
-    tiny.write_text(json.dumps(TINY_TO_SEND))
-    text = said(f"sim --profile {tiny} --ranks 2 --rate 1gbit --share vgg --json {path}")
-    assert "one after the other" in text
-    (found,) = json.loads(path.read_text())["predictions"]
-    assert found["ranks"] == 2
-    assert len(found["jobs"]) == 2
-    assert found["jobs"][1]["compute_s"] > found["jobs"][0]["compute_s"]

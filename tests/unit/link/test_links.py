@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bytesched.link.algorithms import ALGORITHMS, GLOO_RANKS, LIBRARIES
-from bytesched.link.fabric import Cores, Fabric
+from bytesched.link.fabric import ALGORITHMS, GLOO_RANKS, LIBRARIES, Cores, Fabric
 from bytesched.link.levels import ring_share, shares_hosts, two_level_share
 from bytesched.link.sizes import RULES, Probe, probe_sizes
 

@@ -31,9 +31,8 @@ def test_it_is_found_again(memory: Memory, tmp_path: Path) -> None:
     path = memory.save(DONE)
     assert path is not None
     assert path.parent == tmp_path
-    found, near = Memory(folder=tmp_path).find(FINGERPRINT)
+    found = Memory(folder=tmp_path).find(FINGERPRINT)
     assert found is not None
-    assert not near
     assert found.setting == TUNED
     assert found.trials[0] == DONE.trials[0]
     assert found.saved_at
@@ -42,27 +41,24 @@ def test_it_is_found_again(memory: Memory, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "same", "near"),
+    ("change", "same"),
     [
-        ({"bytes_per_s": 1.6e8, "overhead_s": 3e-4}, True, False),
+        ({"bytes_per_s": 1.6e8, "overhead_s": 3e-4}, True),
         # Compared by what a step takes: see Drift.
-        ({"bytes_per_s": 2.7e9}, True, False),
-        ({"overhead_s": 2e-2}, True, False),
-        ({"bytes_per_s": 2.4e8, "signature": "other"}, False, False),
-        ({"signature": "other"}, False, True),
-        ({"framework": "torch 2.14.0"}, False, True),
-        ({"version": "9.9"}, False, True),
-        ({"ranks_per_host": (4,)}, False, False),
-        ({"device": "NVIDIA H200"}, False, False),
-        ({"backend": "nccl"}, False, False),
+        ({"bytes_per_s": 2.7e9}, True),
+        ({"overhead_s": 2e-2}, True),
+        ({"signature": "other"}, False),
+        ({"framework": "torch 2.14.0"}, False),
+        ({"version": "9.9"}, False),
+        ({"ranks_per_host": (4,)}, False),
+        ({"device": "NVIDIA H200"}, False),
+        ({"backend": "nccl"}, False),
     ],
 )
-def test_what_is_the_same_case(
-    memory: Memory, change: dict[str, object], same: bool, near: bool
-) -> None:
+def test_what_is_the_same_case(memory: Memory, change: dict[str, object], same: bool) -> None:
     memory.save(DONE)
-    found, others = memory.find(replace(FINGERPRINT, **change))  # type: ignore[arg-type]
-    assert (found is not None, bool(others)) == (same, near)
+    found = memory.find(replace(FINGERPRINT, **change))  # type: ignore[arg-type]
+    assert (found is not None) == same
 
 
 def test_one_file_per_case(memory: Memory, tmp_path: Path) -> None:
@@ -71,7 +67,7 @@ def test_one_file_per_case(memory: Memory, tmp_path: Path) -> None:
     memory.save(again)
     memory.save(replace(DONE, fingerprint=replace(FINGERPRINT, signature="other")))
     assert len(list(tmp_path.glob("*.json"))) == 2
-    found, _ = memory.find(FINGERPRINT)
+    found = memory.find(FINGERPRINT)
     assert found is not None
     assert found.setting == UNTUNED
 
@@ -80,15 +76,15 @@ def test_of_several_links_the_like_one_is_found_or_the_nearest(memory: Memory) -
     for rate in (3e6, 2.7e7):
         memory.save(replace(DONE, fingerprint=replace(FINGERPRINT, bytes_per_s=rate)))
     for rate, nearest in ((3.5e6, 3e6), (6e6, 3e6), (1.6e7, 2.7e7), (2.7e7, 2.7e7), (1e9, 2.7e7)):
-        found, near = memory.find(replace(FINGERPRINT, bytes_per_s=rate))
+        found = memory.find(replace(FINGERPRINT, bytes_per_s=rate))
         assert found is not None
-        assert (found.fingerprint.bytes_per_s, near) == (nearest, [])
+        assert found.fingerprint.bytes_per_s == nearest
 
 
 def test_one_that_runs_is_kept_but_not_used(memory: Memory) -> None:
     memory.save(RUNNING)
     assert [tuning.state for _, tuning in memory.entries()] == ["running"]
-    assert memory.find(FINGERPRINT) == (None, [])
+    assert memory.find(FINGERPRINT) is None
     memory.save(DONE)
     memory.save(RUNNING)
     assert [tuning.state for _, tuning in memory.entries()] == ["done"]
@@ -100,9 +96,9 @@ def test_one_that_runs_replaces_nothing_that_was_found(tmp_path: Path) -> None:
     memory.save(DONE)
     other = replace(FINGERPRINT, signature="other")
     memory.save(replace(RUNNING, fingerprint=other))
-    assert memory.find(FINGERPRINT)[0] is not None
+    assert memory.find(FINGERPRINT) is not None
     memory.save(replace(DONE, fingerprint=other))
-    assert memory.find(other)[0] is not None
+    assert memory.find(other) is not None
 
 
 def test_many_files_are_read_once(
@@ -143,7 +139,7 @@ def test_a_foreign_file_is_named_and_left_alone(
     else:
         path.write_bytes(content.encode("utf-8", "surrogatepass"))
     memory = Memory(path)
-    assert memory.find(FINGERPRINT) == (None, [])
+    assert memory.find(FINGERPRINT) is None
     assert memory.save(DONE) is None
     if content is not None:
         assert path.read_bytes() == content.encode("utf-8", "surrogatepass")
@@ -159,10 +155,10 @@ def test_a_damaged_file_of_the_cache_is_replaced(
     path = memory.save(DONE)
     assert path is not None
     path.write_text(path.read_text()[:200])
-    assert Memory(folder=tmp_path).find(FINGERPRINT) == (None, [])
+    assert Memory(folder=tmp_path).find(FINGERPRINT) is None
     assert str(path) in caplog.text
     assert memory.save(DONE) == path
-    found, _ = memory.find(FINGERPRINT)
+    found = memory.find(FINGERPRINT)
     assert found is not None
 
 
@@ -184,7 +180,7 @@ def test_what_cannot_be_written_is_no_end(tmp_path: Path, caplog: pytest.LogCapt
     blocked = tmp_path / "file"
     blocked.write_text("")
     for memory in (Memory(folder=blocked / "below"), Memory(blocked / "below" / "x.json")):
-        assert memory.find(FINGERPRINT) == (None, [])
+        assert memory.find(FINGERPRINT) is None
         assert memory.save(DONE) is None
     assert caplog.text.count("cannot be written") == 2
 

@@ -111,36 +111,6 @@ def test_a_setting_from_a_file_that_would_never_end_is_not_used(
     assert "is ignored" in caplog.text
 
 
-@pytest.mark.nightly
-def test_another_model_on_the_same_cluster_begins_near(tmp_path: Path, known: Known) -> None:
-    memory, tuning = known
-    near = Setting(3 * MIB, 9 * MIB)
-    memory.save(replace(tuning, setting=near))
-    other = Cluster("vgg")
-    train(other, tuner_on(other, tmp_path), 60)
-    tried = list(dict.fromkeys(other.history))
-    assert tried[0] == other.facts().untuned
-    assert tried[1] == near
-
-
-@pytest.mark.nightly
-def test_of_many_models_the_most_alike_are_tried(tmp_path: Path, known: Known) -> None:
-    """Each costs a trial, and the search has more to try than what others have found."""
-    memory, tuning = known
-    found = [Setting(n << 18, (2 * n + 1) << 18) for n in range(3, 12)]
-    for number, setting in enumerate(found):
-        nbytes = tuning.fingerprint.model_bytes << number
-        other = replace(tuning.fingerprint, signature=f"model {number}", model_bytes=nbytes)
-        memory.save(replace(tuning, fingerprint=other, setting=setting))
-    last = replace(tuning.fingerprint, framework="torch 2.12.0")
-    memory.save(replace(tuning, fingerprint=last, setting=found[-1]))
-    again = Cluster(seed=1)
-    train(again, tuner_on(again, tmp_path), 140, framework="torch 2.14.0")
-    tried = list(dict.fromkeys(again.history))
-    assert found[-1] in tried[1:3], "the same model under another torch comes first"
-    assert len(set(tried) & set(found)) <= 2
-
-
 def test_the_log_tells_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "bytesched")
     cluster = Cluster()
@@ -272,7 +242,10 @@ def test_words_keep_to_the_seed(tmp_path: Path) -> None:
     assert words(tmp_path / "a") == words(tmp_path / "b")
 
 
-def test_a_run_that_ends_early_leaves_nothing_to_be_used(tmp_path: Path) -> None:
+def test_a_run_that_ends_early_leaves_nothing_to_be_used_and_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "bytesched")
     cluster = Cluster()
     tuner = tuner_on(cluster, tmp_path)
     train(cluster, tuner, 30)
@@ -282,7 +255,8 @@ def test_a_run_that_ends_early_leaves_nothing_to_be_used(tmp_path: Path) -> None
     assert tuning.setting is None
     measured = sum(len(trial.durations_ms) for trial in tuning.trials)
     assert measured < tuning.steps <= cluster.steps, "steps that do not count are spent as well"
-    assert tuning.more_trials > 0
+    assert "the training ended first; fastest so far" in caplog.messages[-1]
+    assert "BYTESCHED_PARTITION_BYTES=" in caplog.messages[-1]
 
 
 def test_steps_that_were_not_measured_do_not_end_it(tmp_path: Path) -> None:
