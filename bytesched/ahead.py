@@ -29,6 +29,7 @@ __all__ = [
     "gate_times",
     "is_measured",
     "plan_order",
+    "waited_s",
 ]
 
 #: measured iterations of a plan that have to be slower than without it, before it is left
@@ -125,17 +126,17 @@ class Planner:
         self._rounds.append((chunks, link))
         self._orders.append([self._order(chunks, link, slower) for slower in _SLOWER])
         orders = [order for some in self._orders for order in some]
-        return min(orders, key=lambda order: sum(_waited_s(order, *each) for each in self._rounds))
+        return min(orders, key=lambda order: sum(waited_s(order, *each) for each in self._rounds))
 
     def _order(self, chunks: Sequence[ChunkTimes], link: Link, slower: float) -> list[int]:
         slow = replace(link, seconds_per_byte=slower * link.seconds_per_byte)
         return plan_order(chunks, slow, policy=self._policy, credit_bytes=self._credit_bytes)
 
 
-def _waited_s(order: Sequence[int], chunks: Sequence[ChunkTimes], link: Link) -> float:
-    """How long the next forward pass waits, about: one chunk after the other.
+def waited_s(order: Sequence[int], chunks: Sequence[ChunkTimes], link: Link) -> float:
+    """`exposed_s` as far as measured rounds tell it, by a small part of its work.
 
-    Between two gates it takes half as long as backward does, as nothing else is known of it.
+    Between two gates forward takes half as long as backward does, and chunks land one by one.
     """
     issued_s = free_s = -inf
     there_s: dict[int, float] = {}

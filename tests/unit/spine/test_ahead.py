@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bytesched.ahead import ChunkTimes, Link, exposed_s, gate_times, plan_order
+from bytesched.ahead import ChunkTimes, Link, exposed_s, gate_times, plan_order, waited_s
 from bytesched.policy import policy_names
 
 MIB = 2**20
@@ -179,6 +179,16 @@ def test_a_link_is_never_idle_while_something_is_issued(
     assert last_s <= max([at_s, *(chunk.ready_s for chunk in chunks)]) + 1e-9
     if link.concurrent == 1:
         assert last_s == pytest.approx(at_s)
+
+
+def test_what_plans_are_compared_by_is_exact_where_chunks_go_one_by_one() -> None:
+    """Forward takes half as long as backward here, and each layer has a gate."""
+    for seed in range(50):
+        chunks, link, gates = training(seed, 8, 3)
+        order = random.Random(seed).sample(range(len(chunks)), len(chunks))
+        for one in (order, by_readiness(chunks), plan_order(chunks, link)):
+            waited = exposed_s(one, chunks, link, gates)
+            assert waited_s(one, chunks, link) == pytest.approx(waited, abs=1e-9)
 
 
 def test_what_does_not_fit_together_is_refused() -> None:
