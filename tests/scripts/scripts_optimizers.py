@@ -146,6 +146,36 @@ def parameter_groups(job: Job, model: Any, optimizer: Any) -> None:
     train(job, model, optimizer, after_step=change)
 
 
+class OneMemory(nn.Module):
+    """Two parameters over one memory, many layers behind the first one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(14)))
+        self.one, self.other = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
+        self.other.weight = nn.Parameter(self.one.weight.data)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.layers(torch.tanh(self.first(x))))
+        y: Tensor = self.other(torch.tanh(self.one(x)))
+        return y
+
+
+def over_one_memory(job: Job, lr: float) -> None:
+    """The group of the second one is also that of the layer that forward begins with."""
+    model = job.ddp(OneMemory(), bucket_cap_mb=0.001)
+    net = model.module
+    groups: list[dict[str, Any]] = [
+        {"params": [net.one.weight, *net.layers.parameters()]},
+        {"params": [*net.first.parameters(), net.other.weight], "lr": lr},
+    ]
+    optimizer = optim.SGD(groups, lr=0.1, momentum=0.9, weight_decay=0.1)
+    job.wrap(optimizer, model, partition_bytes=256)
+    train(job, model, optimizer)
+    job.record_state(model, optimizer)
+
+
 def added_group(job: Job) -> None:
     model = job.ddp(mlp())
     first, *rest = model.parameters()

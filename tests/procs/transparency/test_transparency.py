@@ -43,7 +43,7 @@ def test_script(two_ranks: Ranks, script: Script, args: list[Any]) -> None:
     *each(models.unused, ("same_on_all_ranks", "differing_ranks")),
     *each(optimizers.step_pre_hooks, MADE),
     *each(gradients.user_hooks_after_accumulation, MADE),
-    (optimizers.one_optimizer, "adafactor"),
+    *each(optimizers.one_optimizer, optimizers.OTHERS.keys() - {"unknown"}),
     (optimizers.two_optimizers, False),
     (rounds.rewrapped, "unwrapped"),
     (rounds.frozen, False, "later"),
@@ -53,6 +53,10 @@ def test_script(two_ranks: Ranks, script: Script, args: list[Any]) -> None:
 def test_kind(two_ranks: Ranks, script: Script, args: list[Any]) -> None:
     """Of optimizers, schedules, ways to zero, models."""
     check(two_ranks, script, *args)
+
+
+def test_parameters_over_one_memory(two_ranks: Ranks) -> None:
+    check(two_ranks, optimizers.over_one_memory, 0.3)
 
 
 def test_optimizer_that_cannot_be_split(two_ranks: Ranks) -> None:
