@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from itertools import chain
-from math import floor, sqrt
+from math import floor, inf, sqrt
 from statistics import median
 from typing import Final
 
@@ -20,9 +20,10 @@ __all__ = ["MOST_TURNS", "Comparison", "Verdict", "compared"]
 #: standard deviations of the normal distribution that hold 95 % of it
 _SIGMAS: Final = 1.96
 #: one turn decides where the ratio is as far from 1, and its blocks as long: what is close, or
-#: short, may be a moment of the machine
+#: short, may be a moment of the machine; short ones decide against a plan that is far behind
 _CLEAR: Final = 1.1
-_LONG_S: Final = 1.0
+_FAR: Final = 1.2
+_LONG_S: Final = 0.5
 #: pairs of blocks after which it is decided
 MOST_TURNS: Final = 3
 
@@ -63,11 +64,13 @@ class Comparison:
     def verdict(self, turns: int) -> Verdict:
         """What follows after so many ``turns``, from 1 on."""
         is_long = self.iterations * self.planned_s >= _LONG_S
-        clear = _CLEAR if turns == 1 else 1.0
-        if self.is_alike and (turns > 1 or is_long):
-            if self.low > clear:
+        ahead, behind = 1.0, 1.0
+        if turns == 1:
+            ahead, behind = (_CLEAR, _CLEAR) if is_long else (inf, _FAR)
+        if self.is_alike:
+            if self.low > ahead:
                 return Verdict.PLANNED
-            if self.high * clear < 1:
+            if self.high * behind < 1:
                 return Verdict.PLAIN
         return Verdict.OPEN if turns < MOST_TURNS else Verdict.PLAIN
 

@@ -196,8 +196,11 @@ class DdpSession(PlannedSession):
             guard.plain_forward()
         except TransportError as error:
             self._failures.raise_first(error)
-        if guard.decision is not known and self._wire.rank == 0:
-            log.info("%s", guard.decision)
+        if guard.decision is not known:
+            if guard.is_aside:
+                self._stepping.rest()
+            if self._wire.rank == 0:
+                log.info("%s", guard.decision)
         if not guard.is_planned_next or not self._may_turn(ddp):
             return False
         self._come_back(ddp, root)
@@ -209,6 +212,7 @@ class DdpSession(PlannedSession):
         check_finalized(ddp)
         self._is_off = self._is_away = False
         self._measure_anew()
+        self._stepping.wake()
         self._attachment.come_back()
         self._gates.learn(root)
 
@@ -318,6 +322,7 @@ class DdpSession(PlannedSession):
             self.give_back()
             if self.owners is not None:
                 self.owners.restore()
+        self._stepping.rest()
         if why and self._wire.rank == 0:
             log.info("left to DDP from now on: %s", why)
 

@@ -22,11 +22,12 @@ from bytesched.verdict import MOST_TURNS, Comparison, Verdict, compared
 from .clocks import Clock
 from .wire import Wire
 
-#: iterations of a block that count
+#: iterations of a block that count; the first one is short, so that a slow plan is soon left
 _COUNTED: Final = 8
+_COUNTED_FIRST: Final = 4
 #: rounds before the first block: by then there is a plan; and before a block after another one
-_SETTLED: Final = 18
-_SETTLED_AGAIN: Final = 10
+_SETTLED: Final = 7
+_SETTLED_AGAIN: Final = 6
 #: rounds of a new reducer that do not count: after the first one it has other buckets
 _SETTLED_PLAIN: Final = 2
 #: rounds from a decision to the next turns, and how many times as many after those
@@ -62,6 +63,8 @@ class Guard:
         self._plain_s: list[list[float]] = []
         self._planned_s: list[list[float]] = []
         self._turns = 0
+        #: iterations of the current turn's blocks that count
+        self._counted = _COUNTED_FIRST
         #: for how many rounds the next decision holds, and how soon ranks ask whether it does
         self._lasts = _LASTS
         self._asked_after = _ASKED_AFTER
@@ -94,14 +97,14 @@ class Guard:
             self._planned_rounds = rounds
             if rounds >= self._begins:
                 self._moments.append(self._clock.moment())
-        return rounds >= self._begins + _COUNTED
+        return rounds >= self._begins + self._counted
 
     def plain_begins(self) -> None:
         """DDP is by itself from the current forward pass on."""
         self._planned_moments = tuple(self._moments)
         self._moments.clear()
         self._plain_rounds = self._plain_rounds_seen = 0
-        self._tells_after = _SETTLED_PLAIN + _COUNTED
+        self._tells_after = _SETTLED_PLAIN + self._counted
 
     def planned_begins(self, rounds: int) -> None:
         """The plan is in force again from the current forward pass on, after so many ``rounds``."""
@@ -153,7 +156,7 @@ class Guard:
             self._planned_s.append(planned_s[:least])
             self._plain_s.append(plain_s[:least])
         self._turns += 1
-        self._settles = _SETTLED_AGAIN
+        self._counted, self._settles = _COUNTED, _SETTLED_AGAIN
         verdict = Verdict.OPEN
         if self._plain_s:
             comparison = compared(self._plain_s, self._planned_s)

@@ -84,41 +84,63 @@ class Stepping:
             if shared or not other.is_alive:
                 self._leave(other)
         deferred = Deferred(optimizer, kind, self._synchronize, cross=cross)
-        handles: list[RemovableHandle] = []
+        keeper = optimizer.register_load_state_dict_pre_hook(partial(self._before_load, model))
+        self._deferred[deferred] = [keeper]
         try:
-            handles.append(optimizer.register_step_pre_hook(partial(self._before_step, deferred)))
-            deferred.hook_id = handles[0].id
-            handles.append(optimizer.register_step_post_hook(partial(self._after_step, deferred)))
-            # Before those of the script: what they write is no part of the update.
-            post_hooks: Any = optimizer._optimizer_step_post_hooks
-            post_hooks.move_to_end(handles[1].id, last=False)
-            handles += [
-                optimizer.register_state_dict_pre_hook(lambda _: self._synchronize()),
-                optimizer.register_load_state_dict_pre_hook(partial(self._before_load, model)),
-                optimizer.register_load_state_dict_post_hook(lambda _: deferred.guard()),
-            ]
+            self._hook(deferred)
         except BaseException:
-            for handle in handles:
-                handle.remove()
-            deferred.unguard()
+            self._unhook(self._deferred.pop(deferred), deferred)
             raise
-        self._deferred[deferred] = handles
         self._updates.introduce(deferred)
+
+    def _hook(self, deferred: Deferred) -> None:
+        optimizer, handles = deferred.optimizer, self._deferred[deferred]
+        before = optimizer.register_step_pre_hook(partial(self._before_step, deferred))
+        deferred.hook_id = before.id
+        after = optimizer.register_step_post_hook(partial(self._after_step, deferred))
+        # Before those of the script: what they write is no part of the update.
+        post_hooks: Any = optimizer._optimizer_step_post_hooks
+        post_hooks.move_to_end(after.id, last=False)
+        handles += [
+            before,
+            after,
+            optimizer.register_state_dict_pre_hook(lambda _: self._synchronize()),
+            optimizer.register_load_state_dict_post_hook(lambda _: deferred.guard()),
+        ]
+
+    def _unhook(self, handles: list[RemovableHandle], deferred: Deferred) -> None:
+        while handles:
+            handles.pop().remove()
+        deferred.unguard()
+
+    def rest(self) -> None:
+        """Steps are the optimizers' own until `wake`; nothing is owed."""
+        for deferred, handles in self._deferred.items():
+            # The first one keeps the model, and is asked when a state is loaded.
+            keeper = handles.pop(0)
+            self._unhook(handles, deferred)
+            handles.append(keeper)
+
+    def wake(self) -> None:
+        """They are deferred again."""
+        for deferred, handles in self._deferred.items():
+            if deferred.is_alive and len(handles) == 1:
+                deferred.guard()
+                self._hook(deferred)
 
     def _leave(self, deferred: Deferred) -> None:
         """Its steps are the optimizer's own."""
         self._synchronize()
-        for handle in self._deferred.pop(deferred):
-            handle.remove()
-        deferred.unguard()
+        self._unhook(self._deferred.pop(deferred), deferred)
         self._begun.discard(deferred)
 
     def close(self) -> None:
         """Takes the hooks off; nothing is applied."""
         for deferred, handles in self._deferred.items():
-            for handle in handles:
-                handle.remove()
-            deferred.unguard()
+            self._unhook(handles, deferred)
+
+    def _before_load(self, model: nn.Module | None, *_: Any) -> None:
+        self._synchronize()
 
     @property
     def crosses(self) -> bool:
@@ -134,9 +156,6 @@ class Stepping:
         """From the next ``step()`` on, all parameters are updated within it."""
         for deferred in self._deferred:
             deferred.cross = False
-
-    def _before_load(self, model: nn.Module | None, *_: Any) -> None:
-        self._synchronize()
 
     def _before_step(
         self, deferred: Deferred, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any

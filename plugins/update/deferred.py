@@ -88,6 +88,8 @@ class Deferred:
         self._code = Code(optimizer, kind)
         #: why it is not what it was
         self._replaced = ""
+        #: of the state while it is not guarded
+        self._known: dict[int, weakref.ref[torch.Tensor]] | None = None
         self.guard()
 
     @property
@@ -112,7 +114,8 @@ class Deferred:
         if isinstance(state, GuardedState) and state.is_abandoned:
             state = state.plain()
         if not isinstance(state, GuardedState):
-            state = optimizer.state = GuardedState(state, self._synchronize)
+            state = optimizer.state = GuardedState(state, self._synchronize, self._known)
+            self._known = None
         self._copies_state = AliasedState(state, self._real)
 
     def unguard(self) -> None:
@@ -122,6 +125,7 @@ class Deferred:
         """
         state = self.optimizer.state if self.is_alive else None
         if isinstance(state, GuardedState) and not state.abandon():
+            self._known = state.known
             self.optimizer.state = defaultdict(dict, dict.items(state))
 
     def why_replaced(self) -> str:

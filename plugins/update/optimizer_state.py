@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from sys import getrefcount
 from typing import Any, NoReturn
+from weakref import ref
 
 import torch
 from torch import nn
@@ -22,9 +23,17 @@ class GuardedState(defaultdict[Any, Any]):
 
     Where other ranks hold entries, or parts of them, these raise PluginError when they are used:
     a script would take them for empty. A copy or a pickle has all of them.
+
+    Args:
+        known: of a state that was guarded before, and has been plain in between.
     """
 
-    def __init__(self, content: Any, synchronize: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        content: Any,
+        synchronize: Callable[[], None],
+        known: dict[int, ref[torch.Tensor]] | None = None,
+    ) -> None:
         super().__init__(dict, content)
         self._synchronize = synchronize
         #: parameters of which other ranks have something
@@ -33,13 +42,19 @@ class GuardedState(defaultdict[Any, Any]):
         #: ``state_dict()`` is about to read what is here, and what others have is added to that
         self._is_packed = False
         #: somebody outside has looked into it since nothing of it was found to be kept
-        self._is_used = False
-        #: tensors that others had already, as a checkpoint has those that were loaded
-        self._known = {id(each) for each in self._kept() if isinstance(each, torch.Tensor)}
+        self._is_used = known is not None
+        if known is None:
+            kept = (each for each in self._kept() if isinstance(each, torch.Tensor))
+            known = {id(each): ref(each) for each in kept}
+        #: tensors that others had already, by id, as a checkpoint has those that were loaded
+        self.known = known
 
     def is_kept(self) -> bool:
         """Whether the script has something of it that it took out, and may read without asking."""
-        self._is_used = self._is_used and any(id(each) not in self._known for each in self._kept())
+        known = self.known
+        self._is_used = self._is_used and any(
+            (other := known.get(id(each))) is None or other() is not each for each in self._kept()
+        )
         return self._is_used
 
     def _kept(self) -> Iterator[Any]:

@@ -9,8 +9,10 @@ from __future__ import annotations
 import contextlib
 import random
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import groupby
 from typing import Any
 from unittest import mock
 
@@ -129,7 +131,10 @@ def taking_turns(job: Job, script: tuple[str, str], *args: Any) -> None:
         turns += 1
         begins(guard)
 
-    few = {"SETTLED": 2, "SETTLED_AGAIN": 1, "COUNTED": 1, "SETTLED_PLAIN": 0}
+    few = {
+        **{"SETTLED": 2, "SETTLED_AGAIN": 1, "SETTLED_PLAIN": 0},
+        **{"COUNTED": 1, "COUNTED_FIRST": 1},
+    }
     with (
         deciding(Verdict.OPEN, **few),
         mock.patch.object(guards.Guard, "plain_begins", plain_begins),
@@ -140,10 +145,38 @@ def taking_turns(job: Job, script: tuple[str, str], *args: Any) -> None:
 
 def decided(job: Job, verdict: str) -> None:
     """A turn of a few rounds that ends with ``verdict``, and what follows."""
-    with deciding(Verdict[verdict], SETTLED=2, COUNTED=2, SETTLED_PLAIN=1):
+    with deciding(Verdict[verdict], SETTLED=2, COUNTED_FIRST=2, SETTLED_PLAIN=1):
         model = job.ddp(mlp())
         optimizer = job.wrap(adamw(model), model)
         train(job, model, optimizer, steps=16)
+    job.record_state(model, optimizer)
+
+
+def aside_and_back(job: Job) -> None:
+    """DDP goes on by itself after a turn, and the plan comes back later.
+
+    Meanwhile the script has kept some state of the optimizer, which has no hook of ours then.
+    """
+    few = {"SETTLED": 2, "COUNTED_FIRST": 2, "SETTLED_PLAIN": 1, "LASTS": 6, "ASKED_AFTER": 4}
+    with deciding(Verdict.PLAIN, SETTLED_AGAIN=100, **few):
+        model = job.ddp(mlp())
+        optimizer = job.wrap(adamw(model), model)
+        #: whether it was deferred, in each step
+        deferred: list[bool] = []
+        kept: list[Tensor] = []
+
+        def look(step: int) -> None:
+            deferred.append(type(optimizer.state) is not defaultdict)
+            assert deferred[-1] == bool(optimizer._optimizer_step_pre_hooks)
+            if step == 10:
+                assert not deferred[-1]
+                kept.extend(state["exp_avg"] for state in optimizer.state.values())
+            for index, average in enumerate(kept):
+                job.record(f"kept {step} {index}", average)
+
+        train(job, model, optimizer, steps=30, after_step=look)
+    there = [is_there for is_there, _ in groupby(deferred)]
+    assert there == ([True, False, True] if job.wrapped else [False])
     job.record_state(model, optimizer)
 
 

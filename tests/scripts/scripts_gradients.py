@@ -119,7 +119,8 @@ def gradients_kept(job: Job, model: Any, optimizer: Any, to_none: bool = True) -
             job.record("kept", kept)
         kept[:] = gradients(model)
 
-    zero_grad = partial(optimizer.zero_grad, set_to_none=to_none)
+    # Horovod's takes no argument.
+    zero_grad = None if to_none else partial(optimizer.zero_grad, set_to_none=False)
     train(job, model, optimizer, steps=STEPS + 1, before_step=keep, zero_grad=zero_grad)
     job.record("kept", kept)
 

@@ -159,6 +159,11 @@ def test_a_decision(two_ranks: Ranks, verdict: str, mode: str) -> None:
     assert first[3] == (verdict == "PLAIN")
 
 
+def test_ddp_by_itself_for_a_while(two_ranks: Ranks) -> None:
+    """Without a hook on the optimizer, and what the script keeps then is known afterwards."""
+    equal(two_ranks, ways.aside_and_back, False, [], mode="cross")
+
+
 @views
 @cases(*ROUNDS)
 @pytest.mark.one_in(6)

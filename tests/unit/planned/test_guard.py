@@ -13,7 +13,7 @@ from bytesched.plugins.planned.guard import Guard, collectives_of
 from bytesched.verdict import MOST_TURNS
 
 #: those of a turn without the plan: what does not count, a block, and one until all are heard
-PLAIN_ROUNDS = guards._SETTLED_PLAIN + guards._COUNTED + 1
+PLAIN_ROUNDS = guards._SETTLED_PLAIN + guards._COUNTED_FIRST + 1
 
 
 class Wire:
@@ -83,10 +83,10 @@ def test_a_plan_that_is_faster_stays_after_one_turn(run: Run, passes: int) -> No
     """However many passes an iteration has, as with accumulation."""
     run.train(100, passes)
     left, back = run.changes
-    assert left == guards._SETTLED + guards._COUNTED + 1
+    assert left == guards._SETTLED + guards._COUNTED_FIRST + 1
     assert back - left == PLAIN_ROUNDS
     assert run.guard.decision.ratio == pytest.approx(1.2)
-    assert run.guard.decision.iterations == guards._COUNTED
+    assert run.guard.decision.iterations == guards._COUNTED_FIRST
     run.train(guards._LASTS)
     assert len(run.changes) == 4, "it is looked at again"
 
@@ -98,9 +98,20 @@ def test_a_plan_that_is_slower_is_left(run: Run) -> None:
     assert not run.is_planned
     assert run.guard.figures()["stood_aside"] == 1
     assert str(run.guard.decision) == (
-        "1200 ms with plain DDP, 1400 with bytesched (8 iterations each): plain DDP is faster "
+        "1200 ms with plain DDP, 1400 with bytesched (4 iterations each): plain DDP is faster "
         "here, so DDP goes on by itself"
     )
+
+
+@pytest.mark.parametrize(("planned_s", "plain_s"), [(1.4, 1.0), (0.13, 0.1), (1.2, 1.0)])
+def test_a_slower_plan_costs_a_hundredth_of_500_iterations(
+    run: Run, planned_s: float, plain_s: float
+) -> None:
+    """Short iterations, too."""
+    run.planned_s, run.plain_s = planned_s, plain_s
+    run.train(500)
+    assert not run.is_planned
+    assert run.now_s <= 505 * plain_s
 
 
 def test_neither_is_ahead(run: Run) -> None:
@@ -137,7 +148,7 @@ def test_ranks_that_stood_aside_look_again_after_a_while(run: Run) -> None:
 
 
 def test_the_slowest_rank_counts(run: Run) -> None:
-    run.train(guards._SETTLED + guards._COUNTED + 2)
+    run.train(guards._SETTLED + guards._COUNTED_FIRST + 2)
     assert not run.is_planned
     times = [1.4] * guards._COUNTED + [0.0] * guards._COUNTED
     run.wire.others = torch.tensor([-float("inf"), *times], dtype=torch.float64)

@@ -26,10 +26,12 @@ def test_verdict(low: float, high: float, turns: int, verdict: Verdict) -> None:
     assert Comparison(1.0, 1.0, 8, low, high).verdict(turns) is verdict
 
 
-def test_a_short_turn_decides_nothing_alone() -> None:
+def test_a_short_turn_decides_alone_only_against_a_plan_that_is_far_behind() -> None:
     short = Comparison(0.012, 0.008, 8, 1.4, 1.6)
     assert short.verdict(1) is Verdict.OPEN
     assert short.verdict(2) is Verdict.PLANNED
+    assert Comparison(0.008, 0.01, 8, 0.7, 0.9).verdict(1) is Verdict.OPEN
+    assert Comparison(0.008, 0.012, 8, 0.6, 0.8).verdict(1) is Verdict.PLAIN
 
 
 def test_turns_that_contradict_each_other_decide_nothing() -> None:
