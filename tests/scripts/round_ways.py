@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import random
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import groupby
+from pathlib import Path
+from types import FrameType
 from typing import Any
 from unittest import mock
 
@@ -21,12 +24,17 @@ from rank_worker import resolve
 from torch import Tensor, nn
 from training import Job, adamw, mlp, train
 
+import bytesched
 from bytesched.plugins.planned import guard as guards
 from bytesched.plugins.planned.wire import GroupWire
 from bytesched.verdict import Comparison, Verdict
 
 #: about two layers: the scripts' models are three buckets or so
 BUCKET_MB = 0.0006
+
+PACKAGE = str(Path(bytesched.__file__).parent)
+#: functions of ours in an iteration of DDP by itself, which see whether iterations have changed
+CALLS_ASIDE = 30
 
 #: of too few rounds, left to DDP from the start, or with a join(), after which there are none
 WITHOUT_TURNS = {
@@ -164,11 +172,21 @@ def aside_and_back(job: Job) -> None:
         #: whether it was deferred, in each step
         deferred: list[bool] = []
         kept: list[Tensor] = []
+        calls: list[str] = []
+
+        def called(frame: FrameType, event: str, _: object) -> None:
+            code = frame.f_code
+            if event == "call" and code.co_filename.startswith(PACKAGE):
+                calls.append(code.co_name)
 
         def look(step: int) -> None:
             deferred.append(type(optimizer.state) is not defaultdict)
             assert deferred[-1] == bool(optimizer._optimizer_step_pre_hooks)
+            if step == 9:
+                sys.setprofile(called)
             if step == 10:
+                sys.setprofile(None)
+                assert len(calls) <= CALLS_ASIDE, calls
                 assert not deferred[-1]
                 kept.extend(state["exp_avg"] for state in optimizer.state.values())
             for index, average in enumerate(kept):
