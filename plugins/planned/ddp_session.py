@@ -287,6 +287,10 @@ class DdpSession(PlannedSession):
         if ddp is not None and ddp.require_backward_grad_sync:
             self._guard.plain_round_ends()
 
+    @property
+    def _is_compared(self) -> bool:
+        return self._collectives is not None or super()._is_compared
+
     def _rounds_alike(self, chunks: int) -> bool:
         is_ddps = not self._bucket_bytes and chunks == len(self.source.buckets)
         return is_ddps and self._wire.levels == 1

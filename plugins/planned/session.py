@@ -86,6 +86,7 @@ class PlannedSession(Rounds):
         self._closed = self._is_off = False
         self._undo: list[Callable[[], None]] = []
         self._tuned: Tuned | None = None
+        self._guards = terms.config.guard
         guard_entries()
         try:
             if terms.config.tune and terms.carrier:
@@ -204,7 +205,7 @@ class PlannedSession(Rounds):
             if not self._has_begun:
                 log.info(UNSEEN)
             log.info(
-                "%d ranks, %d tensors, %s in %d chunk%s, policy %s, mode %s%s",
+                "%d ranks, %d tensors, %s in %d chunk%s, policy %s, mode %s%s%s",
                 self._wire.size,
                 len(self.slots),
                 size_text(nbytes),
@@ -213,8 +214,14 @@ class PlannedSession(Rounds):
                 self._setting.policy,
                 self.mode,
                 "" if self._wire.size <= 2 or self._rounds_alike(chunks) else f", {ROUNDING}",
+                "" if self._is_compared else ", never compared with plain training",
             )
         self._has_begun = True
+
+    @property
+    def _is_compared(self) -> bool:
+        """Whether it goes on without a plan where that is not slower, or was told not to ask."""
+        return self._tuned is not None or not self._guards
 
     def _rounds_alike(self, chunks: int) -> bool:
         """Whether so many chunks of a round are added up as plain training adds them up."""

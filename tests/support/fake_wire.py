@@ -211,6 +211,7 @@ class Run:
     cross: bool = True
     policy: str = "fifo"
     compression: str = "none"
+    guard: bool = True
     timeout_s: float = 100.0
     #: a plain module, and no DDP
     is_plain: bool = False
@@ -235,7 +236,12 @@ class Run:
             if self.compression != "none" and not self.is_plain:
                 self.model.register_comm_hook(None, _HOOKS[self.compression])
             return
-        config = Config(policy=self.policy, timeout_s=self.timeout_s, compression=self.compression)
+        config = Config(
+            policy=self.policy,
+            timeout_s=self.timeout_s,
+            compression=self.compression,
+            guard=self.guard,
+        )
         setting = Setting(self.chunk_bytes, 2 * self.chunk_bytes)
         terms = Terms(self.slots, config, self.wire, Observers(self.observers), setting)
         self.session: Any

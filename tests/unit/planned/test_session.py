@@ -43,13 +43,21 @@ def test_figures_say_what_was_wrapped_and_what_has_crossed(run_of: Make) -> None
     assert figures["barrier_crossed_pct"] == 100.0
 
 
-def test_what_is_sent_is_said_once(run_of: Make, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [({"guard": False}, False), ({"is_plain": True}, True), ({"compression": "fp16"}, True)],
+)
+def test_what_is_sent_is_said_once(
+    run_of: Make, caplog: pytest.LogCaptureFixture, fields: dict[str, Any], says: bool
+) -> None:
+    """And where it is never compared with plain DDP, though nobody has said so."""
     with caplog.at_level(logging.INFO, "bytesched"):
-        run = run_of(5)
+        run = run_of(5, **fields)
     [line] = [line for line in caplog.messages if "ranks" in line]
-    assert line.startswith("2 ranks, 6 tensors, 1.891 KiB in 7 chunks")
+    size = "0.9453 KiB" if "compression" in fields else "1.891 KiB"
+    assert line.startswith(f"2 ranks, 6 tensors, {size} in {len(run.chunks)} chunks")
     assert "mode cross" in line
-    assert len(run.chunks) == 7
+    assert ("never compared" in line) == says
 
 
 # -- plans -----------------------------------------------------------------------------
