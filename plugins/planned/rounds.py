@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import partial
 from time import perf_counter_ns
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from bytesched.errors import PluginError, TransportError
 
@@ -23,7 +23,6 @@ from .halves import Halves
 from .owners import dealt, late_ones
 from .planning import Planning, first_gates
 from .questions import Questions, asked_of
-from .retuning import Traffic
 from .sending import Sending
 from .source import Source
 from .splitting import Splitting
@@ -32,9 +31,18 @@ from .turns import ModelTurns, open_turns
 from .updates import Parts, Updates
 from .wire import Exchanging
 
-__all__ = ["Rounds"]
+__all__ = ["Rounds", "Traffic"]
 
 log = logging.getLogger("bytesched")
+
+
+class Traffic(NamedTuple):
+    """What has been carried since the start."""
+
+    #: time in which something was on the wire
+    busy_ns: int = 0
+    chunks: int = 0
+    nbytes: int = 0
 
 
 class Rounds(ABC):

@@ -8,8 +8,10 @@ import pytest
 import torch
 from fake_cuda import WORK_S, fake_cuda
 
+from bytesched.plugins.planned import tuned as tuned_
 from bytesched.plugins.planned.clocks import DeviceClock
-from bytesched.plugins.planned.retuning import Retuning, Traffic
+from bytesched.plugins.planned.rounds import Traffic
+from bytesched.plugins.planned.tuned import Tuned
 from bytesched.tunable import Decision, RunFacts, Setting, Steps
 
 UNTUNED = Setting(1 << 20, 2 << 20)
@@ -33,12 +35,17 @@ class Asked:
         pass
 
 
-def retuning(tuner: Asked, clock: DeviceClock) -> Retuning:
+def tuned(tuner: Asked, clock: DeviceClock) -> Tuned:
     """One that is alone in its world, after the first round."""
-    alone = Retuning(
-        tuner, UNTUNED, list, clock, land=mock.Mock(), traffic=Traffic, apply=lambda setting: True
-    )
-    alone.begin(mock.Mock())
+    wire = mock.Mock(rank=0)
+    terms = mock.Mock(slots=[], setting=UNTUNED, wire=wire)
+    rounds = mock.Mock(traffic=Traffic())
+    with mock.patch.object(tuned_, "find_tuner", return_value=tuner):
+        alone = Tuned(
+            terms, rounds, clock, mock.Mock(), can_stop=False, changed_steps=0, change=mock.Mock()
+        )
+    with mock.patch.object(alone, "_facts"):
+        alone.round_ends()
     return alone
 
 
@@ -46,7 +53,7 @@ def test_a_step_on_a_gpu_takes_what_the_gpu_computes() -> None:
     """The host is far ahead: by its own clock, these steps would take nothing."""
     with fake_cuda() as device:
         tuner = Asked(3)
-        measured = retuning(tuner, DeviceClock(torch.device("cpu")))
+        measured = tuned(tuner, DeviceClock(torch.device("cpu")))
         for step, work in enumerate((5, 2, 40, 1)):
             measured.before_forward(step + 1)
             for _ in range(work):
