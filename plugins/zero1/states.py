@@ -54,18 +54,18 @@ class States:
         self.optimizers.append(deferred)
         self._kept.append((_state_of(deferred), 0))
 
-    def keep(self, deferred: Deferred) -> None:
-        """``deferred`` steps: its state is what others ask for, also when it is gone here."""
-        number = self.number_of(deferred)
+    def keep(self, deferred: Deferred) -> int:
+        """``deferred`` steps: its state is what others ask for, also when it is gone here.
+
+        Returns by which number ranks know it.
+        """
+        number = self.optimizers.index(deferred)
         count = sum(len(group["params"]) for group in deferred.optimizer.param_groups)
         _, before = self._kept[number]
         self._kept[number] = _state_of(deferred), count
         if count != before:
             self._drop_foreign(deferred)
-
-    def number_of(self, deferred: Deferred) -> int:
-        """By which ranks know an optimizer."""
-        return self.optimizers.index(deferred)
+        return number
 
     def dealt(self, ownership: Ownership) -> None:
         """Parameters have owners now: what others own of states is let go of."""
@@ -136,7 +136,7 @@ class States:
     def _gather(self, deferred: Deferred) -> dict[Any, Any]:
         """All entries of an optimizer, by parameter, in the order of its groups; collective."""
         device = self.slots[0].parameter.device
-        found = [_unpacked(answer, device) for answer in self._ask(self.number_of(deferred))]
+        found = [_unpacked(answer, device) for answer in self._ask(self.optimizers.index(deferred))]
         assert self.ownership is not None
         whole = {}
         for slot in self.slots:
@@ -151,17 +151,14 @@ class States:
         self, deferred: Deferred, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]
     ) -> dict[str, Any]:
         """A hook of ``state_dict()``."""
-        if self.ownership is None:
-            return state_dict
-        index_of: dict[int, int] = {}
+        whole = _state_of(deferred).plain()
+        index_of: dict[Any, int] = {}
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                index_of.setdefault(id(parameter), len(index_of))
-        state = dict(state_dict["state"])
-        for parameter, entry in self._gather(deferred).items():
-            state[index_of[id(parameter)]] = entry
-        numbered = {key: state[key] for key in sorted(k for k in state if isinstance(k, int))}
-        state_dict["state"] = {**numbered, **state}
+                index_of.setdefault(parameter, len(index_of))
+        numbered = {index: whole[p] for p, index in index_of.items() if p in whole}
+        others = {key: entry for key, entry in whole.items() if key not in index_of}
+        state_dict["state"] = {**numbered, **others}
         return state_dict
 
     def restore(self) -> None:
@@ -169,7 +166,7 @@ class States:
         for deferred in self.optimizers if self.ownership is not None else ():
             if not deferred.is_alive:
                 # Others may have it still, and ask.
-                self._ask(self.number_of(deferred))
+                self._ask(self.optimizers.index(deferred))
                 continue
             state, entries = _state_of(deferred), self._gather(deferred)
             others = {key: entry for key, entry in dict.items(state) if key not in entries}
