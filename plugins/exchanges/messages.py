@@ -7,9 +7,8 @@ another (docs/notes/history.md).
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from functools import partial
 from time import monotonic
 from typing import Any, Final
@@ -40,24 +39,6 @@ def _tag(index: int, nbytes: int) -> int:
     return (1 + nbytes % _SIZES) * 2 * _NUMBERS + _NUMBERS + index
 
 
-@dataclass(eq=False)
-class ExchangeTask:
-    """One exchange: rows to every rank, and rows from each."""
-
-    name: str
-    #: a store's chunks wait until it ends, with the exchange
-    section: urgency.Section | None
-    ended: threading.Event = field(default_factory=threading.Event)
-    error: BaseException | None = None
-
-    def end(self, error: BaseException | None = None) -> None:
-        """Nothing of it is under way."""
-        if self.section is not None:
-            self.section.end()
-        self.error = error
-        self.ended.set()
-
-
 class Exchanges(Failures):
     """Exchanges of a group of Gloo, in the order in which a script begins them on all ranks."""
 
@@ -67,7 +48,7 @@ class Exchanges(Failures):
         self._messages = Messages(group)
         self._waiter = Waiter(self._messages, "bytesched-exchange", self.fail)
         #: exchanges that have not ended
-        self._open: set[ExchangeTask] = set()
+        self._open: set[Future[None]] = set()
         self._begun = 0
 
     def begin(
@@ -76,17 +57,23 @@ class Exchanges(Failures):
         sent: Sequence[Tensor],
         rows: Sequence[Tensor],
         section: urgency.Section | None,
-    ) -> ExchangeTask:
+    ) -> Callable[[], None]:
         """Begins to send ``sent[k]`` to each rank k, and to receive ``rows[k]`` from it.
 
-        Raises an error of ours, of an earlier exchange.
+        Returns what waits for the end, and raises an error of ours. So does this, of an earlier
+        exchange.
+
+        Args:
+            section: a store's chunks wait until it ends, with the exchange.
         """
+        ended: Future[None] = Future()
+        if section is not None:
+            ended.add_done_callback(lambda _: section.end())
         with self.lock:
-            task = ExchangeTask(name, section)
             if self.error is not None:
-                task.end(self.error)
+                ended.set_exception(self.error)
                 raise self.error
-            self._open.add(task)
+            self._open.add(ended)
             try:
                 works = self._issued(name, sent, rows)
             except BaseException as error:
@@ -94,20 +81,18 @@ class Exchanges(Failures):
                 if not isinstance(error, Exception):
                     raise
                 # It is raised where the exchange is awaited.
-                return task
-            self._waiter.put(name, works, partial(self._ended, task))
-        return task
+            else:
+                self._waiter.put(name, works, partial(self._ended, ended))
+        return partial(self._wait, name, ended)
 
-    def wait(self, task: ExchangeTask) -> None:
-        """Returns when ``task`` has ended. Raises an error of ours."""
+    def _wait(self, name: str, ended: Future[None]) -> None:
         deadline_s = monotonic() + self._group.timeout_s
-        while not task.ended.wait(_LOOK_S):
+        while not wait([ended], _LOOK_S).done:
             if (lost := self._messages.lost()) is not None:
                 self.fail(lost)
             if monotonic() > deadline_s:
-                self.fail(self._group.error(RuntimeError("Timed out waiting"), task=task.name))
-        if task.error is not None:
-            raise task.error
+                self.fail(self._group.error(RuntimeError("Timed out waiting"), task=name))
+        ended.result()
 
     def close(self) -> None:
         """Ends the thread; what is under way fails. Idempotent."""
@@ -143,12 +128,13 @@ class Exchanges(Failures):
         rows[mine].copy_(sent[mine])
         return works
 
-    def _ended(self, task: ExchangeTask) -> None:
-        """The messages of ``task`` have come. The waiter's thread, which has not the lock yet."""
+    def _ended(self, ended: Future[None]) -> None:
+        """The messages of an exchange have come. The waiter's thread, without the lock."""
         with self.lock:
-            self._open.discard(task)
-            task.end(task.error)
+            if ended in self._open:
+                self._open.remove(ended)
+                ended.set_result(None)
 
     def _failed(self) -> None:
         while self._open:
-            self._open.pop().end(self.error)
+            self._open.pop().set_exception(self.error)

@@ -12,7 +12,6 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import astuple, dataclass, fields
-from functools import partial
 from multiprocessing.util import Finalize
 from typing import Any
 
@@ -172,8 +171,7 @@ class Peers:
             if self._exchanges is not None and not x.is_cuda:
                 # Filled on other threads, of which autograd need not know.
                 parts = sent.data.split(send), rows.data.split(receive)
-                task = self._exchanges.begin(name, *parts, section)
-                return Transfer(rows, partial(self._exchanges.wait, task))
+                return Transfer(rows, self._exchanges.begin(name, *parts, section))
             work = self._called(name, self._group.backend.alltoall_base, rows, sent, receive, send)
             # What is computed meanwhile does not wait: the section ends with the transfer.
             if section is not None:

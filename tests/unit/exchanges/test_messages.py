@@ -56,7 +56,7 @@ def test_one_that_ends_ends_its_section() -> None:
     for work in gloo.works():
         work.end()
     for task in tasks:
-        exchanges.wait(task)
+        task()
     assert len(URGENCY._sections) == before
     exchanges.close()
 
@@ -74,7 +74,7 @@ def test_an_error_ends_every_exchange_and_refuses_the_next() -> None:
     gloo.works()[0].end(CLOSED)
     for task in tasks:
         with pytest.raises(PeerLost, match="rank 1 is gone"):
-            exchanges.wait(task)
+            task()
     assert len(URGENCY._sections) == before - 1
     with pytest.raises(PeerLost):
         exchanges.begin("third", parts(0, [0, 1]), room([0, 1]), None)
@@ -90,7 +90,7 @@ def test_what_is_under_way_when_exchanges_close_ends_whatever_comes_later() -> N
     exchanges.close()
     assert len(URGENCY._sections) == before
     with pytest.raises(SchedulerClosed):
-        exchanges.wait(task)
+        task()
     with pytest.raises(SchedulerClosed):
         exchanges.begin("late", parts(0, [0, 1]), room([0, 1]), URGENCY.begin("late"))
     assert len(URGENCY._sections) == before
