@@ -46,9 +46,6 @@ class States:
         optimizer = deferred.optimizer
         self._handles += [
             optimizer.register_state_dict_pre_hook(lambda _: _state_of(deferred).packs()),
-            optimizer.register_state_dict_post_hook(
-                partial(self._complete, deferred), prepend=True
-            ),
             optimizer.register_load_state_dict_post_hook(lambda _: self._drop_foreign(deferred)),
         ]
         self.optimizers.append(deferred)
@@ -138,28 +135,14 @@ class States:
         device = self.slots[0].parameter.device
         found = [_unpacked(answer, device) for answer in self._ask(self.optimizers.index(deferred))]
         assert self.ownership is not None
-        whole = {}
+        state, groups = _state_of(deferred), deferred.optimizer.param_groups
+        whole = {p: dict.get(state, p) for group in groups for p in group["params"]}
         for slot in self.slots:
-            pieces = self.ownership.of(slot.parameter)
-            entries = [found[piece.rank].get(slot.name) for piece in pieces]
-            if None not in entries:
-                whole[slot.parameter] = _whole(slot, pieces, entries)
-        groups = deferred.optimizer.param_groups
-        return {p: whole[p] for group in groups for p in group["params"] if p in whole}
-
-    def _complete(
-        self, deferred: Deferred, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]
-    ) -> dict[str, Any]:
-        """A hook of ``state_dict()``."""
-        whole = _state_of(deferred).plain()
-        index_of: dict[Any, int] = {}
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                index_of.setdefault(parameter, len(index_of))
-        numbered = {index: whole[p] for p, index in index_of.items() if p in whole}
-        others = {key: entry for key, entry in whole.items() if key not in index_of}
-        state_dict["state"] = {**numbered, **others}
-        return state_dict
+            if slot.parameter in whole:
+                pieces = self.ownership.of(slot.parameter)
+                entries = [found[piece.rank].get(slot.name) for piece in pieces]
+                whole[slot.parameter] = None if None in entries else _whole(slot, pieces, entries)
+        return {parameter: entry for parameter, entry in whole.items() if entry is not None}
 
     def restore(self) -> None:
         """Every optimizer gets the entries of all ranks."""
