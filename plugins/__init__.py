@@ -90,7 +90,7 @@ def wrap_found(
     try:
         config = settings(fields)
         if (accumulate, micro_batches) != (None, 1):
-            from .moments.folding import check_request
+            from .moments.slots import check_request
 
             check_request(accumulate, micro_batches)
         if not is_mxnet and not is_store:
@@ -175,7 +175,7 @@ def _begin(
             )
         return begin_over_replicas(optimizer, model, config, groups)
     from .c10d.ddp import begin as begin_over_c10d
-    from .moments.folding import Accumulation
+    from .moments.slots import Accumulation
 
     accumulation = None if micro_batches is None else Accumulation(optimizer, micro_batches)
     return begin_over_c10d(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
+from operator import methodcaller
 from typing import Any, Final, TypeAlias
 
 import torch
@@ -46,6 +47,23 @@ UNSCALE: Final[Any] = torch._amp_foreach_non_finite_check_and_unscale_
 #: Those that need not wait for whole gradients.
 ASKING: Final = NORMS | NORMS_OF_ALL | REDUCTIONS | ELEMENTWISE | ELEMENTWISE_OF_ALL | {UNSCALE}
 
+
+#: What is made of the numbers for the parts of a tensor, which are rows.
+Combine: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
+_GREATEST: Final[Combine] = methodcaller("amax", 0)
+_LEAST: Final[Combine] = methodcaller("amin", 0)
+#: by the name of a reduction
+_COMBINED: Final[dict[str, Combine]] = {
+    **dict.fromkeys(("amax", "any", "max"), _GREATEST),
+    **dict.fromkeys(("all", "amin", "min"), _LEAST),
+    **dict.fromkeys(("count_nonzero", "sum"), methodcaller("sum", 0)),
+}
+#: by the order of a norm
+_COMBINED_NORMS: Final[dict[Any, Combine]] = {
+    **dict.fromkeys((None, 2, "fro"), lambda parts: parts.square().sum(0).sqrt()),
+    float("inf"): _GREATEST,
+    float("-inf"): _LEAST,
+}
 
 _Change: TypeAlias = Callable[[list[torch.Tensor]], None]
 _Measure: TypeAlias = Callable[[list[torch.Tensor]], list[torch.Tensor]]
@@ -88,6 +106,15 @@ def is_of_whole_tensor(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -
 def kind_of_norm(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """The order of a norm, as it was given; None if it was not."""
     return args[0] if args else kwargs.get("p", kwargs.get("ord"))
+
+
+def combine_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Combine | None:
+    """What makes the number of a tensor of those of its parts; None: nothing does."""
+    if func is UNSCALE:
+        return _GREATEST
+    if func in NORMS | NORMS_OF_ALL:
+        return _COMBINED_NORMS.get(kind_of_norm(args, kwargs))
+    return _COMBINED.get(getattr(func, "__name__", ""))
 
 
 def question_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> str:

@@ -16,7 +16,7 @@ from bytesched.errors import PluginError
 from bytesched.log import show
 
 from ..left import name_of_ddp
-from ..moments.folding import Accumulation
+from ..moments.slots import Accumulation
 from ..planned import beginning
 from ..planned.beginning import add_optimizer, stays_plain
 from ..planned.hooked_session import HookedSession

@@ -11,9 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 from bytesched.config import Config
 
 from ..agree import statements
-from ..moments.folding import Accumulation, folding_statements
 from ..moments.session import FoldedSession
-from ..moments.slots import MomentSlot
+from ..moments.slots import Accumulation, MomentSlot, folding_statements
 from ..planned.beginning import slots_of
 from .buffers import broadcasts_buffers
 from .entry import Entry

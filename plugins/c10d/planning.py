@@ -21,7 +21,7 @@ from ..planned.cutting import cut_whole
 from ..planned.ddp_session import DdpSession
 from ..planned.reducer import reduced_by, why_not_renewed
 from ..routes.groups.opening import kind_of
-from ..zero1.updates import sharding
+from ..zero1.updates import open_owners
 from .buffers import BufferBroadcast
 from .entry import Entry
 from .joining import BUCKET_BYTES, carriers
@@ -126,7 +126,7 @@ def attach_planned(
                 halves_bytes=chunk_bytes // 2 if in_halves else 0,
                 open_updates=None
                 if owning is None
-                else sharding(wire, owning, entry.base, reduced, run_bytes),
+                else partial(open_owners, wire, owning, entry.base, reduced, run_bytes),
             ),
             cut=partial(cut_whole, chunk_bytes=chunk_bytes),
             bucket_bytes=bucket_bytes,

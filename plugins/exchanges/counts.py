@@ -5,9 +5,7 @@ Every rank learns everything, so all come to the same verdict: either all send, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import astuple, dataclass, field, fields
-from typing import Any
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -68,29 +66,12 @@ class Form:
         return f"{dtype} of width {self.width} {gradient}, {limits}{where}"
 
 
-_FORM_NUMBERS = len(fields(Form))
-
-
 @dataclass(frozen=True)
 class Table:
     """Of every rank, by rank: its form, and its counts as it gave them."""
 
     forms: tuple[Form, ...]
     counts: tuple[tuple[int, ...], ...]
-
-    @staticmethod
-    def row(form: Form, counts: Sequence[int], longest: int) -> list[int]:
-        """What a rank gives, of one length on all of them: room for ``longest`` counts."""
-        return [*map(int, astuple(form)), len(counts), *counts, *[0] * (longest - len(counts))]
-
-    @staticmethod
-    def read(rows: Sequence[Sequence[int]]) -> Table:
-        """What ranks have gathered: a form and counts from each."""
-        numbers: Sequence[Sequence[Any]] = rows
-        forms = tuple(Form(*row[:_FORM_NUMBERS]) for row in numbers)
-        starts = _FORM_NUMBERS + 1
-        counts = (tuple(row[starts : starts + row[_FORM_NUMBERS]]) for row in rows)
-        return Table(forms, tuple(counts))
 
     def check_forms(self) -> None:
         """Raises MismatchError, on all ranks alike, if one cannot send or has another form."""

@@ -11,10 +11,9 @@ import multiprocessing
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import astuple, dataclass, fields
 from multiprocessing.util import Finalize
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -80,8 +79,13 @@ class Peers:
 
         As many counts as ranks take in both directions, or as a registered layer has, at most.
         """
-        numbers = Table.row(form, counts, self._layers.most_counts)
-        return Table.read(self.gather_numbers(numbers, device, is_urgent=is_urgent))
+        # Of one length on all ranks.
+        padding = [0] * (self._layers.most_counts - len(counts))
+        numbers = [*map(int, astuple(form)), len(counts), *counts, *padding]
+        rows: Sequence[Sequence[Any]] = self.gather_numbers(numbers, device, is_urgent=is_urgent)
+        at = len(fields(Form))
+        given = (tuple(row[at + 1 : at + 1 + row[at]]) for row in rows)
+        return Table(tuple(Form(*row[:at]) for row in rows), tuple(given))
 
     def register(self, counts: int, what: str) -> int:
         """The number of a new layer, from 1, which will give so many counts; collective.
@@ -102,31 +106,22 @@ class Peers:
     def share(self, own: Mapping[str, Tensor], what: str) -> dict[str, Tensor]:
         """Named tensors of all ranks, on this rank's device; collective. ``what`` is for errors."""
         forms = {n: (str(t.dtype).removeprefix("torch."), list(t.shape)) for n, t in own.items()}
+        text = json.dumps(forms).encode()
+        lengths = [n for (n,) in self.gather_numbers([len(text)], self._device, is_urgent=False)]
+        padded = [*text.ljust(max(lengths), b"\0")]
+        texts = self.gather_numbers(padded, self._device, is_urgent=False)
         device = next((tensor.device for tensor in own.values()), self._device)
         found: dict[str, Tensor] = {}
-        for rank, text in enumerate(self._texts(json.dumps(forms))):
+        for rank, (theirs_text, length) in enumerate(zip(texts, lengths, strict=True)):
             theirs = {
                 name: own[name].detach()
                 if rank == self.rank
                 else torch.empty(shape, dtype=getattr(torch, dtype), device=device)
-                for name, (dtype, shape) in json.loads(text).items()
+                for name, (dtype, shape) in json.loads(bytes(theirs_text[:length])).items()
             }
             self._group.broadcast(theirs.values(), root=rank, task=what)
             found.update(theirs)
         return found
-
-    def _texts(self, text: str) -> list[str]:
-        """Every rank's, by rank; collective."""
-        data = text.encode()
-        lengths = [n for (n,) in self.gather_numbers([len(data)], self._device, is_urgent=False)]
-        padded = [*data, *[0] * (max(lengths) - len(data))]
-        rows = self.gather_numbers(padded, self._device, is_urgent=False)
-        return [bytes(row[:n]).decode() for row, n in zip(rows, lengths, strict=True)]
-
-    def refuse(self, why: str) -> NoReturn:
-        """Raises PluginError, and ends exchanges on the other ranks, which would wait for this."""
-        self._stop(why)
-        raise PluginError(f"{why} (rank {self.rank} of the exchange)")
 
     @contextmanager
     def telling(self, what: str) -> Iterator[None]:
@@ -138,12 +133,9 @@ class Peers:
             yield
         except BaseException as error:
             if not self.is_broken:
-                self._stop(f"{what} raised {in_one_line(error)}")
+                self._group.leave_note(f"{what} raised {in_one_line(error)}")
+                self._group.abort()
             raise
-
-    def _stop(self, why: str) -> None:
-        self._group.leave_note(why)
-        self._group.abort()
 
     def gather_numbers(
         self, numbers: Sequence[int], device: torch.device, *, is_urgent: bool
@@ -179,8 +171,7 @@ class Peers:
             if self._exchanges is not None and not x.is_cuda:
                 # Filled on other threads, of which autograd need not know.
                 parts = sent.data.split(send), rows.data.split(receive)
-                task = self._exchanges.begin(name, *parts, section)
-                return Transfer(rows, partial(self._exchanges.wait, task))
+                return Transfer(rows, self._exchanges.begin(name, *parts, section))
             work = self._called(name, self._group.backend.alltoall_base, rows, sent, receive, send)
             # What is computed meanwhile does not wait: the section ends with the transfer.
             if section is not None:

@@ -7,7 +7,7 @@ import functools
 import os
 import site
 import sys
-from dataclasses import dataclass, field
+from collections import Counter, defaultdict
 from pathlib import Path
 from time import perf_counter_ns
 from traceback import walk_stack
@@ -39,13 +39,8 @@ _OVERRIDES: Final = torch.overrides.__file__
 _WRAPPERS: Final = frozenset({"decorate_context", "inner", "wrapper", "wrapped"})
 
 
-@dataclass
-class _Cause:
-    waited_ns: int = 0
-    #: what was read
-    names: set[str] = field(default_factory=set)
-    #: norms of all gradients were asked for, which wait for half of what is sent
-    asked: bool = False
+#: in place of names of gradients: norms of all were asked for, which wait for half of what is sent
+_NORMS: Final = ""
 
 
 class Causes:
@@ -54,43 +49,39 @@ class Causes:
     def __init__(self, count: int) -> None:
         self._count = count
         self._spent_ns = 0
-        #: by what reads, and where
-        self._causes: dict[tuple[str, str], _Cause] = {}
+        #: by what reads, and where: for how long, and which gradients
+        self._waited_ns: Counter[tuple[str, str]] = Counter()
+        self._names: defaultdict[tuple[str, str], set[str]] = defaultdict(set)
 
     def read(self, name: str, waited_ns: int) -> None:
         """The gradient ``name`` is read, and was waited for; called from where that happens."""
         # Of every gradient in every iteration: most come when no more time is spent on it.
         if self._spent_ns <= _BUDGET_NS:
-            self._cause(waited_ns).names.add(name)
+            began_ns = perf_counter_ns()
+            where = place()
+            self._waited_ns[where] += waited_ns
+            self._names[where].add(name)
+            self._spent_ns += perf_counter_ns() - began_ns
 
     def asked(self, waited_ns: int) -> None:
         """As `read`, where norms of all gradients were asked for and waited for."""
-        if self._spent_ns <= _BUDGET_NS:
-            self._cause(waited_ns).asked = True
-
-    def _cause(self, waited_ns: int) -> _Cause:
-        """That of the user's line which is running."""
-        began_ns = perf_counter_ns()
-        cause = self._causes.setdefault(place(), _Cause())
-        cause.waited_ns += waited_ns
-        self._spent_ns += perf_counter_ns() - began_ns
-        return cause
+        self.read(_NORMS, waited_ns)
 
     @property
     def worst(self) -> str:
         """What made the script wait longest, in a few words; empty if nothing did."""
-        waited = {key: cause for key, cause in self._causes.items() if cause.waited_ns}
-        if not waited:
-            return ""
-        function, line = max(waited, key=lambda key: waited[key].waited_ns)
-        cause = self._causes[function, line]
-        if cause.asked:
-            return f"{function or 'the script'} asks for norms of all gradients ({line})"
-        names = cause.names
-        what = "all gradients" if len(names) >= _ALL * self._count else "gradients"
+        for where, waited_ns in self._waited_ns.most_common(1):
+            if waited_ns:
+                function, line = where
+                return f"{function or 'the script'} {self._what(self._names[where])} ({line})"
+        return ""
+
+    def _what(self, names: set[str]) -> str:
+        if _NORMS in names:
+            return "asks for norms of all gradients"
         if len(names) == 1 < self._count:
-            (what,) = (f"{name}.grad" for name in names)
-        return f"{function or 'the script'} reads {what} ({line})"
+            return f"reads {min(names)}.grad"
+        return "reads all gradients" if len(names) >= _ALL * self._count else "reads gradients"
 
 
 def place() -> tuple[str, str]:

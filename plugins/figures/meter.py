@@ -1,4 +1,4 @@
-"""What a session measures about itself: whether the barrier was crossed, and what it cost."""
+"""What a session says and measures of itself: whether the barrier was crossed, at what cost."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable
 from time import perf_counter_ns
+from typing import Final
 
 from bytesched.observe import Observers
 from bytesched.tunable import Setting
@@ -27,6 +28,16 @@ _ALL = 0.95
 
 _HIDDEN = "communication is hidden behind backward already, there is little to gain"
 _ARRIVED = "the rest had arrived before step()"
+
+#: Said as soon as values may be missing: nothing shows it once training goes on.
+UNSEEN: Final = (
+    "reads of weights and gradients wait for them, except torch.tensor(weight), x.data = weight, "
+    "type(weight), C++ code, a GPU stream that is new, kept optimizer state that was loaded or is "
+    "from before wrap, and, with AdamA, what else has the memory of weights or "
+    "states: call bytesched.flush() before these (docs/reference/limits.md#what-no-read-shows)"
+)
+#: The same of more than two ranks, where chunks are not DDP's buckets.
+ROUNDING: Final = "sums may round as with other buckets than DDP's"
 
 log = logging.getLogger("bytesched")
 

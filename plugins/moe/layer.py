@@ -213,9 +213,10 @@ def _in_pieces(
         # The form that ranks have compared, whatever autocast has made of it here.
         computed = torch.cat(ordered).to(rows.dtype)
         if computed.shape != arrived.shape:
-            peers.refuse(
+            raise PluginError(
                 f"experts of layer {layer.number} made {tuple(computed.shape)} of "
-                f"{tuple(arrived.shape)}: each maps rows to as many of the same width"
+                f"{tuple(arrived.shape)}: each maps rows to as many of the same width (rank "
+                f"{peers.rank} of the exchange)"
             )
         if table.trains and not computed.requires_grad:
             # Ranks whose experts train send gradients back to those whose are frozen.

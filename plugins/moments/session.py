@@ -1,45 +1,124 @@
 """A model whose gradients are folded into moments, which are planned in their place.
 
-Every update is owed, and takes moments as they are summed.
+AdamA (Adam accumulation): the moments take up every micro-batch's gradient at once, so that no
+gradient lives longer than its layer's backward. For M ranks, N micro-batches and the gradients g
+of all of them, each divided by M and by what the script divides its loss by:
+
+    m = beta1 m + (1 - beta1) sum(g),    v = beta2 v + (1 - beta2) sum(g^2)
+
+Adam has the square of the sum in place of the sum of squares. The last micro-batch's moments are
+what travels; every update is owed, and takes them as they are summed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+import logging
+import weakref
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from math import sqrt
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from bytesched.errors import PluginError
 
-from ..planned.buckets import Bucket, Member
 from ..planned.bundles import Bundle, Debt, Slot, Update
-from ..planned.entries import Entry
-from ..planned.hook_source import HookSource
 from ..planned.hooked_session import HookedSession
 from ..planned.terms import Terms
 from ..planned.updates import Parts, Updates
 from ..update.deferred import Deferred
 from ..update.optimizer_state import GuardedState
 from ..update.surroundings import snapshot, unseen
-from .folding import Accumulation, Folding, decays_apart
-from .slots import MomentSlot
+from .slots import Accumulation, MomentSlot, MomentSource
+
+log = logging.getLogger("bytesched")
+
+
+def _decays_apart(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:
+    """Whether weights decay as AdamW's, beside the gradient and not within it."""
+    # Adam has it as an option in newer versions of torch.
+    return isinstance(optimizer, torch.optim.AdamW) or bool(group.get("decoupled_weight_decay"))
 
 
 class MomentUpdates(Updates):
-    """The steps of the optimizer whose moments travel."""
+    """Folds the gradients of one optimizer, and takes its steps from the moments that travel."""
 
     takes_gradients = True
 
-    def __init__(self, parts: Parts, folding: Folding) -> None:
+    def __init__(self, parts: Parts, accumulation: Accumulation, ranks: int) -> None:
         super().__init__(parts)
-        self._folding = folding
+        self.moments = [slot for slot in parts.slots if isinstance(slot, MomentSlot)]
+        self._micro_batches = accumulation.micro_batches
+        # Not kept alive: it keeps the model alive, which keeps this alive.
+        self._weak_optimizer = weakref.ref(accumulation.optimizer)
+        self._ranks = ranks
+        #: backward passes since the last step, as far as any gradient has come
+        self._passes = 0
+        #: of each parameter, beta1, beta2, what decays its gradient, and which sign that has
+        self._factors: dict[int, tuple[float, float, float, float]] = {}
+        #: of hooks
+        self._handles: list[RemovableHandle] = []
+
+    def hook(self) -> None:
+        """Gradients are folded from now on, by the first hook of each."""
+        optimizer = self._optimizer
+        self._handles.append(optimizer.register_state_dict_pre_hook(self._refuse_within))
+        for slot in self.moments:
+            hook = slot.parameter.register_post_accumulate_grad_hook(partial(self._fold, slot))
+            self._handles.append(hook)
+        if self._rank == 0:
+            count = self._ranks * self._micro_batches
+            log.warning(
+                "accumulate='adama': v is a sum of %d squares, not the square of a sum. Where "
+                "gradients of micro-batches agree, steps are up to %.1f times Adam's; where noise "
+                "rules, as long as Adam's. If the loss rises, lower the learning rate by as much",
+                count,
+                sqrt(count),
+            )
+
+    @property
+    def _optimizer(self) -> torch.optim.Optimizer:
+        """It is there as long as its parameters get gradients that a step can take."""
+        optimizer = self._weak_optimizer()
+        if optimizer is None:
+            self._failures.raise_first(
+                PluginError(
+                    f"backward() ran on rank {self._rank}, and the optimizer whose moments take "
+                    "the gradients (accumulate='adama') is gone: keep a reference to it, or unwrap "
+                    "it"
+                )
+            )
+        return optimizer
+
+    def check(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raises PluginError for any optimizer but this one."""
+        if optimizer is not self._weak_optimizer():
+            raise PluginError(
+                "accumulate='adama': one optimizer has all parameters of the model, and it was "
+                "wrapped with another"
+            )
+
+    def is_last(self) -> bool:
+        """Whether the backward pass of the forward pass that begins now ends the mini-batch."""
+        return self._passes == self._micro_batches - 1
+
+    def close(self) -> None:
+        """Takes the hooks off; what was folded stays."""
+        for handle in self._handles:
+            handle.remove()
+        self.stepped()
+
+    def stepped(self) -> None:
+        for slot in self.moments:
+            slot.withhold()
+
+    # -- a step ------------------------------------------------------------------------
 
     def step(self, deferred: Deferred, *, whole_because: str) -> list[dict[str, Any]]:
-        """See `Updates.step`."""
         optimizer = deferred.optimizer
         if hasattr(optimizer, "grad_scale"):
             raise PluginError(
@@ -47,7 +126,7 @@ class MomentUpdates(Updates):
                 "accumulate='adama' there are none to look at: train in bfloat16, or without it"
             )
         nothing = [{**group, "params": []} for group in optimizer.param_groups]
-        if not self._folding.complete():
+        if not self._complete():
             return nothing
         deferred.guard()
         debts = self._all_owed(optimizer)
@@ -58,6 +137,33 @@ class MomentUpdates(Updates):
             self.apply_all("step")
         return nothing
 
+    def _complete(self) -> bool:
+        """``step()`` takes the mini-batch; False if there is none, as no gradient has come.
+
+        Raises PluginError unless every gradient has come, and travels.
+        """
+        if self._passes == 0:
+            return False
+        wrong = next((s for s in self.moments if s.folds != self._micro_batches), None)
+        if wrong is not None:
+            raise PluginError(
+                f"step() came after {wrong.folds} backward passes on rank {self._rank} "
+                f"({wrong.name!r}), and micro_batches = {self._micro_batches}: call the model and "
+                "backward() in turn, so often before each step(), and let every parameter take "
+                "part in each"
+            )
+        local = next((s for s in self.moments if s.awaits is None), None)
+        if local is not None:
+            raise PluginError(
+                f"the moments of {local.name!r} are this rank's alone (rank {self._rank}): whether "
+                "a backward pass is the last of a mini-batch is seen when the model is called, so "
+                "call it after the backward pass before"
+            )
+        for slot in self.moments:
+            slot.folds = 0
+        self._passes = 0
+        return True
+
     def _all_owed(self, optimizer: torch.optim.Optimizer) -> list[Debt]:
         debts: list[Debt] = []
         update = _adam(optimizer.state)
@@ -65,7 +171,7 @@ class MomentUpdates(Updates):
         seen: set[Slot] = set()
         for group in optimizer.param_groups:
             taken = snapshot(group)
-            if not decays_apart(optimizer, group):
+            if not _decays_apart(optimizer, group):
                 # The gradients have decayed.
                 taken["weight_decay"] = 0.0
             owed: dict[Bundle, list[Slot]] = {}
@@ -78,11 +184,63 @@ class MomentUpdates(Updates):
             debts += [Debt(update, taken, slots) for slots in owed.values()]
         return debts
 
-    def stepped(self) -> None:
-        """See `Updates.stepped`."""
-        for slot in self._slots.values():
-            assert isinstance(slot, MomentSlot)
-            slot.withhold()
+    # -- a gradient --------------------------------------------------------------------
+
+    def _fold(self, slot: MomentSlot, parameter: torch.Tensor) -> None:
+        gradient, parameter.grad = parameter.grad, None
+        assert gradient is not None
+        with torch.no_grad():
+            if slot.folds == 0:
+                self._begin(slot)
+            elif slot.folds == self._micro_batches:
+                self._failures.raise_first(
+                    PluginError(
+                        f"{slot.name!r} got another gradient on rank {self._rank} after "
+                        f"{self._micro_batches} micro-batches: call step() after so many backward "
+                        "passes. With accumulate='adama', a mini-batch cannot be dropped, and a "
+                        "parameter gets one gradient in each backward pass"
+                    )
+                )
+            first, second, decay, sign = self._factors[id(parameter)]
+            if sign < 0:
+                gradient = -gradient
+            if decay:
+                gradient = gradient.add(parameter, alpha=decay)
+            share = 1 / self._ranks
+            slot.fold(gradient, (1 - first) * share, (1 - second) * (share / self._ranks))
+        self._passes = max(self._passes, slot.folds)
+
+    def _begin(self, slot: MomentSlot) -> None:
+        if self._passes == 0:
+            self._begin_batch()
+        state: Any = self._optimizer.state
+        is_guarded = isinstance(state, GuardedState)
+        slot.adopt(state.raw(slot.parameter) if is_guarded else state[slot.parameter])
+        first, second, _, _ = self._factors[id(slot.parameter)]
+        slot.mean.mul_(first * (1 / self._ranks))
+        slot.square.mul_(second * (1 / self._ranks))
+        slot.awaits = None
+
+    def _begin_batch(self) -> None:
+        self._failures.check()
+        self._passes = 1
+        optimizer = self._optimizer
+        for group in optimizer.param_groups:
+            first, second = map(float, group["betas"])
+            decay = float(group["weight_decay"]) / self._micro_batches
+            if _decays_apart(optimizer, group):
+                decay = 0.0
+            sign = -1.0 if group["maximize"] else 1.0
+            for parameter in group["params"]:
+                self._factors[id(parameter)] = first, second, decay, sign
+
+    def _refuse_within(self, _: Any) -> None:
+        if self._passes:
+            raise PluginError(
+                f"the optimizer's state was asked for inside a mini-batch, after {self._passes} of "
+                f"{self._micro_batches} backward passes and before step() (rank {self._rank}): "
+                "with accumulate='adama' it is a part of a sum then"
+            )
 
 
 def _adam(state: Any) -> Update:
@@ -117,63 +275,18 @@ def _update(slot: MomentSlot, entry: dict[str, Any], taken: dict[str, Any]) -> N
     parameter.addcdiv_(slot.mean, spread, value=-rate / (1 - first**step))
 
 
-class MomentEntry(Entry):
-    """One parameter, whose moments are both halves of what it has in a bucket."""
-
-    __slots__ = ("_member",)
-
-    slot: MomentSlot
-    _member: Member
-
-    @property
-    def numel(self) -> int:
-        """See `Entry`."""
-        return 2 * super().numel
-
-    def let_go(self) -> None:
-        """See `Entry`: moments stay until they are laid out anew."""
-
-    def lay_out(self, member: Member, memory: torch.Tensor) -> None:
-        """See `Entry`."""
-        self._member = member
-        self.slot.lay_out(memory)
-
-    def fill(self, scale: float) -> bool:
-        """See `Entry`: gradients were scaled as they were folded."""
-        self.slot.awaits = self._member.chunks
-        return True
-
-
-class MomentSource(HookSource):
-    """The moments of one model's parameters, after each mini-batch."""
-
-    entry_kind: ClassVar[type[Entry]] = MomentEntry
-
-    def _hand_out(self, bucket: Bucket, left: Container[int] = ()) -> bool:
-        """See `Source`: what waits for sums is ``step()`` alone."""
-        for member in bucket.members:
-            entry = self._by_id[id(member.parameter)]
-            assert isinstance(entry, MomentEntry)
-            entry.slot.release()
-        return True
-
-
 class FoldedSession(HookedSession):
     """The life of one wrapped model, of which the last backward pass of a mini-batch is a round."""
 
     source_kind = MomentSource
 
     def __init__(self, root: nn.Module, terms: Terms, accumulation: Accumulation) -> None:
-        moments = [slot for slot in terms.slots if isinstance(slot, MomentSlot)]
-        self._moments = moments
         #: those whose gradient is refused, but not while a backward pass runs
         self._withheld: list[MomentSlot] = []
 
         def open_updates(parts: Parts) -> tuple[None, MomentUpdates]:
-            self._folding = Folding(
-                accumulation, moments, parts.failures, rank=parts.rank, ranks=terms.wire.size
-            )
-            return None, MomentUpdates(parts, self._folding)
+            self._folding = MomentUpdates(parts, accumulation, terms.wire.size)
+            return None, self._folding
 
         super().__init__(
             root,
@@ -192,23 +305,19 @@ class FoldedSession(HookedSession):
     def add_optimizer(
         self, optimizer: torch.optim.Optimizer, kind: type[torch.optim.Optimizer], *, cross: bool
     ) -> None:
-        """See `PlannedSession`."""
         self._folding.check(optimizer)
         super().add_optimizer(optimizer, kind, cross=cross)
 
     def backward_begins(self) -> None:
-        """See `Watcher`."""
         # Autograd would add to what cannot be read.
-        self._withheld = [slot for slot in self._moments if slot.withhold()]
+        self._withheld = [slot for slot in self._folding.moments if slot.withhold()]
         super().backward_begins()
 
     def backward_ends(self) -> None:
-        """See `Watcher`."""
         super().backward_ends()
         self._release_again()
 
     def backward_failed(self, error: BaseException) -> BaseException:
-        """See `Watcher`."""
         self._release_again()
         return super().backward_failed(error)
 
@@ -220,6 +329,5 @@ class FoldedSession(HookedSession):
         self._withheld = []
 
     def disown(self) -> None:
-        """See `PlannedSession`."""
         self._folding.close()
         super().disown()

@@ -5,13 +5,19 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 import torch
 
-from .owners import Way
+__all__ = ["Cut", "Cutter", "Way", "cut_dealt", "cut_whole"]
 
-__all__ = ["Cut", "Cutter", "cut_dealt", "cut_whole"]
+
+class Way(NamedTuple):
+    """How a gradient goes: its first bytes whole, and the others by way of an owner."""
+
+    whole_bytes: int
+    owner: int
+
 
 _ALL_WHOLE: Final = Way(sys.maxsize, 0)
 

@@ -22,7 +22,7 @@ from bytesched.observe import Observers
 
 from ..figures.meter import Meter
 from .buckets import Chunk
-from .questions import Questions
+from .questions import Foreseen
 from .spans import Carried
 from .wire import Exchanging
 
@@ -35,10 +35,9 @@ _Queue: TypeAlias = deque[tuple[int, Chunk]]
 class _Pair:
     """What this rank sums, and what the other one does; one of them may be missing."""
 
-    def __init__(self, own: Chunk | None, other: Chunk | None) -> None:
-        self._own = own
-        self._other = other
-        first = own or other
+    def __init__(self, by_owner: Sequence[Chunk | None], rank: int) -> None:
+        self._own, self._other = by_owner[rank], by_owner[1 - rank]
+        first = self._own or self._other
         assert first is not None
         #: after which it is named: the same on both ranks in number, not in name
         self.first = first
@@ -69,9 +68,6 @@ class _Pair:
         # Not over the memory of a bucket, whose uses are counted.
         return torch.empty(0, dtype=self.first.sent.dtype) if chunk is None else chunk.sent
 
-    def __repr__(self) -> str:
-        return f"<Pair of {self._own} and {self._other}>"
-
 
 class Halves:
     """The chunks of one round after another.
@@ -83,7 +79,7 @@ class Halves:
     def __init__(self, wire: Exchanging, meter: Meter, observers: Observers) -> None:
         self._wire = wire
         self._meter = meter
-        self.questions = Questions(wire.rank, self._common_numbers)
+        self.foreseen = Foreseen(wire.rank, self._common_numbers)
         self._lock = threading.Lock()
         #: of this round
         self._chunks: list[Chunk] = []
@@ -110,7 +106,7 @@ class Halves:
         self._is_handed_on.clear()
         self._numbers = self._error = None
         self.carried.round_begins()
-        self.questions.round_begins()
+        self.foreseen.round_begins()
 
     def start(self, chunks: Sequence[Chunk]) -> None:
         """The chunks of a bucket are ready: first halves begin, some with those of the next one."""
@@ -118,7 +114,7 @@ class Halves:
         self._buckets += 1
         for chunk in chunks:
             if chunk.owner is None:
-                chunk.work = self._begin_sum(chunk, partial(self._wire.start, chunk.sent), _nothing)
+                chunk.work = self._begin_sum(chunk, partial(self._wire.start, chunk.sent))
             else:
                 waiting = self._waiting.setdefault(chunk.sent.dtype, (deque(), deque()))
                 waiting[chunk.owner].append((self._buckets, chunk))
@@ -134,13 +130,13 @@ class Halves:
         """Begins those that have a partner, and those up to the bucket ``oldest``."""
         for waiting in self._waiting.values():
             while all(waiting) or any(one and one[0][0] <= oldest for one in waiting):
-                pair = self._pair([one.popleft()[1] if one else None for one in waiting])
+                by_owner = [one.popleft()[1] if one else None for one in waiting]
+                pair = _Pair(by_owner, self._wire.rank)
                 self._begin_sum(pair.first, partial(pair.begin_sum, self._wire), pair.add)
 
-    def _pair(self, by_owner: Sequence[Chunk | None]) -> _Pair:
-        return _Pair(by_owner[self._wire.rank], by_owner[1 - self._wire.rank])
-
-    def _begin_sum(self, chunk: Chunk, begin: Callable[[], Any], ended: Callable[[], None]) -> Any:
+    def _begin_sum(
+        self, chunk: Chunk, begin: Callable[[], Any], ended: Callable[[], None] = lambda: None
+    ) -> Any:
         with self._lock:
             self._left += 1
         work = self.carried.begin(begin, chunk.name, chunk.sent.nbytes, chunk.index)
@@ -181,13 +177,14 @@ class Halves:
         self._is_handed_on.set()
 
     def _hand_on(self) -> None:
-        self._numbers = self.questions.measured(self._chunks)
+        self._numbers = self.foreseen.measured(self._chunks)
         self._telling = self._wire.start(self._numbers)
         # What backward computes last is needed first.
         for kind in self._waiting:
             chunks = [chunk for chunk in reversed(self._chunks) if chunk.sent.dtype == kind]
-            by_owner = ([c for c in chunks if c.owner == owner] for owner in (0, 1))
-            for pair in map(self._pair, zip_longest(*by_owner)):
+            dealt = ([chunk for chunk in chunks if chunk.owner == owner] for owner in (0, 1))
+            for by_owner in zip_longest(*dealt):
+                pair = _Pair(by_owner, self._wire.rank)
                 chunk, begin = pair.first, partial(pair.begin_return, self._wire)
                 self.carried.begin(begin, chunk.name, chunk.sent.nbytes, ~chunk.index)
         # What has ended keeps the memory of what came.
@@ -242,12 +239,4 @@ class Halves:
         """The same, and nothing of gradients is kept."""
         self.forget()
         self._numbers = None
-        self.questions.forget()
-
-    def __repr__(self) -> str:
-        state = "handed on" if self._is_handed_on.is_set() else f"{self._left} to be summed"
-        return f"<Halves of {len(self._chunks)} chunks: {state}>"
-
-
-def _nothing() -> None:
-    """There is nothing to add up here."""
+        self.foreseen.forget()

@@ -25,8 +25,8 @@ from bytesched.observe import Observers
 
 from .buckets import Bucket, Chunk
 from .clocks import Clock
-from .owners import Gradient
 from .spans import Spans
+from .splitting import Gradient
 from .wire import Wire
 
 __all__ = ["PLANNED_AGAIN_IN", "PLANNED_IN", "Planning", "Stage", "first_gates"]

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import torch
 
 from ..proxies.pending_grads import PendingGrad
 from ..queries import (
-    ASKING,
     ELEMENTWISE,
     ELEMENTWISE_OF_ALL,
     NORMS_OF_ALL,
@@ -63,8 +62,94 @@ class Question:
         return numbers
 
 
-class Questions:
-    """Of one session, where gradients go in two halves.
+@dataclass(frozen=True)
+class Call:
+    """What a script asks of gradients that are on their way: a number for each of ``members``."""
+
+    func: Any
+    #: without the gradients
+    args: Sequence[Any]
+    kwargs: dict[str, Any]
+    measure: Measure
+    members: Sequence[Member]
+
+    def question(self) -> Question | None:
+        """With the changes so far; None if these differ."""
+        first, *others = self.members
+        if any(member.history != first.history for member in others):
+            return None
+        text = f"{question_of(self.func, self.args, self.kwargs)} after {first.history}"
+        return Question(text, self.measure, tuple(first.changes), Surroundings.here())
+
+    def kinds(self) -> dict[torch.dtype, torch.dtype]:
+        """What kind of number is measured of each kind of gradient; raises as measuring does."""
+        with unseen():
+            return {
+                dtype: self.measure([torch.ones(1, dtype=dtype, device="cpu")])[0].dtype
+                for dtype in {member.view.dtype for member in self.members}
+            }
+
+    def answer(
+        self, numbers: Iterable[torch.Tensor], kinds: Mapping[torch.dtype, torch.dtype]
+    ) -> list[torch.Tensor]:
+        """``numbers``, where the gradients are and of the `kinds`."""
+        with unseen():
+            return [
+                number.to(member.view.device, kinds[member.view.dtype], copy=True)
+                for number, member in zip(numbers, self.members, strict=True)
+            ]
+
+
+#: The numbers that a call would find; None: it waits for its gradients.
+Ask: TypeAlias = Callable[[Call], list[torch.Tensor] | None]
+
+
+def answered(func: Any, args: Sequence[Any], kwargs: dict[str, Any], ask: Ask) -> Any:
+    """What ``func``, of `ASKING`, returns for gradients that have not come; or NotImplemented."""
+    members = asked_of(args)
+    if not members:
+        return NotImplemented
+    # What is kept of it keeps no gradient.
+    others = args[1:]
+    if func in ELEMENTWISE or func in ELEMENTWISE_OF_ALL:
+        if (values := kept(others, kwargs)) is None:
+            return NotImplemented
+        _note(members, _done(func, *values), question_of(func, *values))
+        return None if func in ELEMENTWISE_OF_ALL else args[0]
+    if func is UNSCALE:
+        return _unscaled(members, others, kwargs, ask)
+    is_of_all = func in NORMS_OF_ALL
+    if is_of_all:
+        can_ask = are_plain([*others, *kwargs.values()])
+    else:
+        can_ask = is_of_whole_tensor(func, others, kwargs)
+    if not can_ask:
+        return NotImplemented
+    numbers = ask(Call(func, others, kwargs, _done(func, others, kwargs), members))
+    if numbers is None:
+        return NotImplemented
+    return numbers if is_of_all else numbers[0]
+
+
+def _unscaled(
+    members: Sequence[Member], args: Sequence[Any], kwargs: dict[str, Any], ask: Ask
+) -> Any:
+    if kwargs or len(args) != 2:
+        return NotImplemented
+    found_inf, inverse = args[0], args[1].clone()
+    unscale, measure = unscaling(found_inf, inverse)
+    text = question_of(UNSCALE, (inverse,), {})
+    infs = ask(Call(UNSCALE, (inverse,), {}, measure, members))
+    if infs is None:
+        return NotImplemented
+    if any(bool(inf) for inf in infs):
+        found_inf.fill_(1.0)
+    _note(members, unscale, text)
+    return None
+
+
+class Foreseen:
+    """The questions of one session whose gradients go in two halves.
 
     Args:
         numbers: what all ranks have measured, added up; waits for it.
@@ -115,96 +200,19 @@ class Questions:
             row[1:][at] = torch.tensor(found, dtype=torch.float64, device="cpu")
         return rows.view(-1)
 
-    def __call__(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """What ``func`` returns for gradients that have not come; or NotImplemented."""
-        if func not in ASKING:
-            return NotImplemented
-        if func in ELEMENTWISE or func in ELEMENTWISE_OF_ALL:
-            return self._change(func, args, kwargs)
-        return self._unscale(args, kwargs) if func is UNSCALE else self._norm(func, args, kwargs)
-
-    # -- numbers -----------------------------------------------------------------------
-
-    def _norm(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        members = asked_of(args)
-        # What is kept of it keeps no gradient.
-        others = args[1:]
-        is_of_all = func in NORMS_OF_ALL
-        if is_of_all:
-            can_ask = are_plain([*others, *kwargs.values()])
-        else:
-            can_ask = is_of_whole_tensor(func, others, kwargs)
-        if not members or not can_ask:
-            return NotImplemented
-
-        def measure(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
-            if is_of_all:
-                return list(func(gradients, *others, **kwargs))
-            return [func(gradient, *others, **kwargs) for gradient in gradients]
-
-        numbers = self._ask(func, others, kwargs, measure, members)
-        if numbers is None:
-            return NotImplemented
-        return numbers if is_of_all else numbers[0]
-
-    def _ask(
-        self,
-        func: Any,
-        args: Sequence[Any],
-        kwargs: dict[str, Any],
-        measure: Measure,
-        members: Sequence[Member],
-    ) -> list[torch.Tensor] | None:
-        """A number for each of ``members``, as ``measure`` would find it; None: wait for them."""
-        question = self._question(func, args, kwargs, measure, members)
+    def ask(self, call: Call) -> list[torch.Tensor] | None:
+        """See `Ask`."""
+        question = call.question()
         if question is None:
             return None
         if len(self._asked) < _MOST and all(one.text != question.text for one in self._asked):
             self._asked.append(question)
         known = self._look()
-        if question.text not in known or any(member not in self._places for member in members):
+        if question.text not in known or any(one not in self._places for one in call.members):
             return None
         numbers = known[question.text]
-        at = (self._places[member] for member in members)
-        kinds = self._kinds(measure, members)
-        return self._as_measured([numbers[place] for place in at], kinds, members)
-
-    @staticmethod
-    def _question(
-        func: Any,
-        args: Sequence[Any],
-        kwargs: dict[str, Any],
-        measure: Measure,
-        members: Sequence[Member],
-    ) -> Question | None:
-        """What ``func`` asks, after the changes so far; None if these differ."""
-        history = members[0].history
-        if any(member.history != history for member in members):
-            return None
-        text = f"{question_of(func, args, kwargs)} after {history}"
-        return Question(text, measure, tuple(members[0].changes), Surroundings.here())
-
-    @staticmethod
-    def _kinds(measure: Measure, members: Sequence[Member]) -> dict[torch.dtype, torch.dtype]:
-        """What kind of number ``measure`` returns for each kind of gradient; raises as it does."""
-        with unseen():
-            return {
-                dtype: measure([torch.ones(1, dtype=dtype, device="cpu")])[0].dtype
-                for dtype in {member.view.dtype for member in members}
-            }
-
-    @staticmethod
-    def _as_measured(
-        numbers: Iterable[torch.Tensor],
-        kinds: Mapping[torch.dtype, torch.dtype],
-        members: Sequence[Member],
-    ) -> list[torch.Tensor]:
-        """``numbers`` of ``members``, where they are and of the kinds of `_kinds`."""
-        with unseen():
-            return [
-                number.to(member.view.device, kinds[member.view.dtype], copy=True)
-                for number, member in zip(numbers, members, strict=True)
-            ]
+        at = (self._places[member] for member in call.members)
+        return call.answer((numbers[place] for place in at), call.kinds())
 
     def _look(self) -> dict[str, torch.Tensor]:
         if self._known is None:
@@ -215,44 +223,6 @@ class Questions:
                 if float(row[0]) == 2 * digest(question.text)
             }
         return self._known
-
-    # -- changes -----------------------------------------------------------------------
-
-    def _change(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        members, values = asked_of(args), kept(args[1:], kwargs)
-        if not members or values is None:
-            return NotImplemented
-        numbers, named = values
-        is_of_all = func in ELEMENTWISE_OF_ALL
-
-        def change(gradients: list[torch.Tensor]) -> None:
-            if is_of_all:
-                func(gradients, *numbers, **named)
-                return
-            for gradient in gradients:
-                func(gradient, *numbers, **named)
-
-        _note(members, change, question_of(func, numbers, named))
-        return None if is_of_all else args[0]
-
-    def _unscale(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        members = asked_of(args)
-        if not members or kwargs or len(args) != 3:
-            return NotImplemented
-        found_inf, inverse = args[1], args[2].clone()
-
-        unscale, measure = unscaling(found_inf, inverse)
-        text = question_of(UNSCALE, (inverse,), {})
-        infs = self._ask(UNSCALE, (inverse,), {}, measure, members)
-        if infs is None:
-            return NotImplemented
-        if any(bool(inf) for inf in infs):
-            found_inf.fill_(1.0)
-        _note(members, unscale, text)
-        return None
-
-    def __repr__(self) -> str:
-        return f"<Questions: {len(self._foreseen)} foreseen, {len(self._asked)} asked>"
 
 
 def asked_of(args: Sequence[Any]) -> list[Member] | None:
@@ -266,6 +236,13 @@ def asked_of(args: Sequence[Any]) -> list[Member] | None:
             return None
         members.append(member)
     return members
+
+
+def _done(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Callable[[list[Any]], Any]:
+    """Does the same to a list of gradients, together or one by one, and returns what is found."""
+    if func in NORMS_OF_ALL | ELEMENTWISE_OF_ALL:
+        return lambda gradients: func(gradients, *args, **kwargs)
+    return lambda gradients: [func(gradient, *args, **kwargs) for gradient in gradients]
 
 
 def _note(members: Sequence[Member], change: Change, text: str) -> None:

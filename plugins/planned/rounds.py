@@ -20,12 +20,11 @@ from .clocks import Clock, DeviceClock, HostClock
 from .coding import coding_of
 from .cutting import cut_dealt
 from .halves import Halves
-from .owners import dealt, late_ones
 from .planning import Planning, first_gates
-from .questions import Questions, asked_of
+from .questions import Ask, answered, asked_of
 from .sending import Sending
 from .source import Source
-from .splitting import Splitting
+from .splitting import Splitting, dealt
 from .terms import Owners, Terms
 from .turns import ModelTurns, open_turns
 from .updates import Parts, Updates
@@ -163,12 +162,10 @@ class Rounds(ABC):
 
     def _split(self) -> None:
         """Gradients go in two halves from now on."""
-        # All of it is the same on both ranks: what they have told each other, and registration.
-        nbytes = [slot.parameter.nbytes for slot in self.slots]
-        late = late_ones(nbytes, self._wire.size, self._halves_bytes)
-        keys = {id(self.slots[index].parameter) for index in late}
+        # All of it is the same on both ranks: what they have told each other.
         planning = self.planning
-        ways = dealt(planning.gradients(self.source.buckets), planning.seconds_per_byte, keys)
+        gradients = planning.gradients(self.source.buckets)
+        ways = dealt(gradients, planning.seconds_per_byte, self._halves_bytes)
         planning.close()
         self._measure_anew()
         self.source.let_go()
@@ -189,23 +186,23 @@ class Rounds(ABC):
         if any(member.bucket.sums is not self for member in members):
             # Of several models: none of them knows what all of these come to.
             return NotImplemented
-        questions = self._questions
-        if questions is None:
+        ask = self._ask
+        if ask is None:
             self._splitting.ask(members, self._late_bytes)
             return NotImplemented
         self._failures.check()
         try:
             with self._updates.lock:
-                return questions(func, args, kwargs)
+                return answered(func, args, kwargs, ask)
         except TransportError as error:
             self._failures.raise_first(error)
 
     @property
-    def _questions(self) -> Questions | None:
+    def _ask(self) -> Ask | None:
         """What answers about gradients that are on their way."""
         if self.owners is not None:
-            return self.owners.questions
-        return None if self.sending.halves is None else self.sending.halves.questions
+            return self.owners.measure
+        return None if self.sending.halves is None else self.sending.halves.foreseen.ask
 
     def _late_bytes(self) -> int:
         chunks = (chunk for bucket in self.sending.buckets for chunk in bucket.chunks)

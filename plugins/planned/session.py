@@ -17,7 +17,7 @@ from bytesched.tunable import Setting
 from bytesched.urgency import URGENCY
 from bytesched.values import size_text
 
-from ..figures.unseen import ROUNDING, UNSEEN
+from ..figures.meter import ROUNDING, UNSEEN
 from ..proxies.entries import guard_entries
 from ..proxies.passes import watch_passes
 from .gates import Gates

@@ -12,7 +12,7 @@ from bytesched.tunable import Setting
 
 from .buckets import Bucket
 from .bundles import Slot
-from .questions import Questions
+from .questions import Ask
 from .updates import Parts, Updates
 from .wire import Wire
 
@@ -23,7 +23,7 @@ class Owners(Protocol):
     """Ranks that update a share of the parameters each: sums go to them, and parameters come."""
 
     @property
-    def questions(self) -> Questions | None:
+    def measure(self) -> Ask | None:
         """What answers about gradients that owners have; None: nothing does."""
 
     @property

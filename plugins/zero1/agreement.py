@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Sequence
-from enum import IntEnum
+from enum import Enum
 from typing import Any, Final, NamedTuple, NoReturn
 
 import torch
@@ -23,47 +23,38 @@ from ..failures import Failures
 from ..routes.groups.group import Group
 
 
-class Kind(IntEnum):
-    """What a rank is about to do."""
+class Kind(Enum):
+    """What a rank is about to do, in words; and what differs between ranks that do the same."""
 
-    FORWARD = 1
-    STEP = 2
-    ASK = 3
-    READ = 4
-    STATE = 5
-    END = 6
-    BARRIER = 7
-
-
-#: in words; and what differs where kinds are the same
-_WORDS: Final = {
-    Kind.FORWARD: ("goes on to its next forward pass after {steps} calls of step()", ""),
-    Kind.STEP: (
+    FORWARD = "goes on to its next forward pass after {steps} calls of step()", ""
+    STEP = (
         "is in call {steps} of step(), after {rounds} backward passes",
         "step() does not take the same gradients on all ranks, or not with the same changes: on "
         "one of them a gradient was set to None, or scaled by another number",
-    ),
-    Kind.ASK: (
+    )
+    ASK = (
         "asks for a norm, or another number, of gradients of backward pass {rounds}",
         "ranks ask for different numbers of gradients",
-    ),
-    Kind.READ: (
+    )
+    READ = (
         "reads gradients of backward pass {rounds}, or begins another while it has them",
         "ranks read different gradients",
-    ),
-    Kind.STATE: (
+    )
+    STATE = (
         "asks for the state of its optimizer after {steps} calls of step()",
         "ranks ask for the states of different optimizers",
-    ),
-    Kind.END: ("has ended its training after {steps} calls of step()", ""),
-    Kind.BARRIER: ("is in a barrier after {steps} calls of step()", ""),
-}
+    )
+    END = "has ended its training after {steps} calls of step()", ""
+    BARRIER = "is in a barrier after {steps} calls of step()", ""
+
+
+_KINDS: Final = tuple(Kind)
 
 
 class _Statement(NamedTuple):
     """One rank's."""
 
-    kind: int
+    kind: Kind
     rounds: int
     steps: int
     digest: int
@@ -71,10 +62,11 @@ class _Statement(NamedTuple):
     @property
     def done(self) -> tuple[int, int]:
         """How many rounds have begun, and steps been taken, before this."""
-        return self.rounds, self.steps - (self.kind == Kind.STEP)
+        return self.rounds, self.steps - (self.kind is Kind.STEP)
 
     def __str__(self) -> str:
-        return _WORDS[Kind(self.kind)][0].format(rounds=self.rounds, steps=self.steps)
+        words: str = self.kind.value[0]
+        return words.format(rounds=self.rounds, steps=self.steps)
 
 
 class _GoesOn(Exception):
@@ -113,8 +105,9 @@ class Agreement:
                 "child cannot ask"
             )
         with self._lock:
-            self._hear()
-            return self._exchange(_Statement(kind, self.rounds, self.steps, digest))
+            self._heard()
+            self._begin(_Statement(kind, self.rounds, self.steps, digest))
+            return self._heard()
 
     def barrier_begins(self) -> None:
         """The script comes to a barrier of all ranks. Waits for none that have ended here."""
@@ -135,7 +128,7 @@ class Agreement:
         with self._lock:
             if self.is_over:
                 return
-            self._hear()
+            self._heard()
             self._is_last_said = True
             self._begin(_Statement(Kind.END, self.rounds, self.steps, 0))
 
@@ -143,7 +136,7 @@ class Agreement:
         """Answers others until all have ended; False if one goes on, is gone, or takes too long."""
         try:
             self.leave()
-            self._hear()
+            self._heard()
         except (_GoesOn, BytesschedError):
             return False
         return self._failures.error is None
@@ -160,51 +153,42 @@ class Agreement:
     # -- statements --------------------------------------------------------------------
 
     def _begin(self, statement: _Statement) -> None:
-        mine = torch.tensor(statement, dtype=torch.int64, device="cpu")
+        numbers = [_KINDS.index(statement.kind), *statement[1:]]
+        mine = torch.tensor(numbers, dtype=torch.int64, device="cpu")
         rows = mine.new_empty(self._group.size * len(mine))
         self._said = statement, self._group.all_gather(rows, mine), rows, mine
 
-    def _hear(self) -> None:
-        """Returns when all ranks have said what this one has said last."""
-        if self._said is not None:
-            statement = self._said[0]
-            if self._heard() is None:
-                self._exchange(statement)
-
-    def _exchange(self, statement: _Statement) -> list[bytes]:
-        """Returns when all ranks have said ``statement``; with answers, if it asks for them."""
-        while True:
-            self._begin(statement)
-            found = self._heard()
-            if found is not None:
-                return found
-
-    def _heard(self) -> list[bytes] | None:
-        """Not None if all ranks have said the same; None if one has asked something meanwhile."""
-        assert self._said is not None
-        statement, work, rows, _ = self._said
-        self._said = None
-        self._wait(work, "what ranks are about to do")
-        said = [_Statement(*row) for row in rows.view(self._group.size, -1).tolist()]
-        asked = {one.digest for one in said if one.kind == Kind.STATE}
-        if len(asked) == 1:
-            asking = [rank for rank, one in enumerate(said) if one.kind == Kind.STATE]
-            found = self._states(asking, asked.pop())
-            return found if self._group.rank in asking else None
-        if {one.kind for one in said} == {Kind.BARRIER, Kind.END}:
-            # Of those who have ended, the script may come to the barrier, too.
-            return None if statement.kind == Kind.END else []
-        if any(one != statement for one in said):
-            self._refuse(said)
+    def _heard(self) -> list[bytes]:
+        """Returns when all ranks have said what this one has said last; with answers to it."""
+        while self._said is not None:
+            (statement, work, rows, _), self._said = self._said, None
+            self._wait(work, "what ranks are about to do")
+            said = [
+                _Statement(_KINDS[kind], *numbers)
+                for kind, *numbers in rows.view(self._group.size, -1).tolist()
+            ]
+            asking = [rank for rank, one in enumerate(said) if one.kind is Kind.STATE]
+            if asking and len({said[rank].digest for rank in asking}) == 1:
+                found = self._states(asking, said[asking[0]].digest)
+                if self._group.rank in asking:
+                    return found
+                # Once more: one has asked something meanwhile.
+                self._begin(statement)
+            elif {one.kind for one in said} == {Kind.BARRIER, Kind.END}:
+                # Of those who have ended, the script may come to the barrier, too.
+                if statement.kind is Kind.END:
+                    self._begin(statement)
+            elif any(one != statement for one in said):
+                self._refuse(said)
         return []
 
     def _refuse(self, said: Sequence[_Statement]) -> NoReturn:
         rank = self._group.rank
         mine = said[rank]
-        if mine.kind == Kind.END:
+        if mine.kind is Kind.END:
             # Those who go on raise it.
             raise _GoesOn
-        ended = [other for other, one in enumerate(said) if one.kind == Kind.END]
+        ended = [other for other, one in enumerate(said) if one.kind is Kind.END]
         if ended:
             self._failures.raise_first(
                 PeerLost(
@@ -216,7 +200,7 @@ class Agreement:
             )
         other = next(other for other, one in enumerate(said) if one != mine)
         if said[other][:3] == mine[:3]:
-            why = f"{_WORDS[Kind(mine.kind)][1]} (ranks {rank} and {other})"
+            why = f"{mine.kind.value[1]} (ranks {rank} and {other})"
         else:
             why = f"rank {rank} {mine}, rank {other} {said[other]}"
             if said[other].done != mine.done:
@@ -252,31 +236,23 @@ class Agreement:
             self._failures.raise_first(error)
 
 
-#: what is called before a barrier of a script's group, and which
-_answering: list[tuple[Callable[[], None], Any]] = []
+#: what is called before a barrier, and of which group
+_answering: dict[Callable[[], None], Any] = {}
 
 
 def answer_in_barriers(group: dist.ProcessGroup, answer: Callable[[], None]) -> Callable[[], None]:
     """Calls ``answer`` before each barrier of ``group`` from now on; returns what ends that."""
     kind: Any = dist.ProcessGroup
-    if not hasattr(kind.barrier, "is_answered"):
-        kind.barrier = _answered(kind.barrier)
-    entry = answer, group
-    _answering.append(entry)
+    barrier = kind.barrier
 
-    def end() -> None:
-        if entry in _answering:
-            _answering.remove(entry)
-
-    return end
-
-
-def _answered(barrier: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(barrier)
     def call(group: Any, *args: Any, **kwargs: Any) -> Any:
-        for answer in [answer for answer, known in _answering if known is group]:
+        for answer in [answer for answer, known in _answering.items() if known is group]:
             answer()
         return barrier(group, *args, **kwargs)
 
-    call.is_answered = True  # type: ignore[attr-defined]
-    return call
+    if not hasattr(barrier, "is_answered"):
+        call.is_answered = True  # type: ignore[attr-defined]
+        kind.barrier = call
+    _answering[answer] = group
+    return lambda: _answering.pop(answer, None)

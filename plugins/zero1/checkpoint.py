@@ -142,27 +142,19 @@ class ShardedState:
             group.update({key: value for key, value in loaded.items() if key != "params"})
 
 
-def boxes_of(shape: Sequence[int], start_at: int, stop_at: int) -> Iterator[_Box]:
+def boxes_of(shape: Sequence[int], at: int, stop_at: int) -> Iterator[_Box]:
     """Boxes of a tensor of that shape that are together these of its elements, row by row."""
-    if start_at >= stop_at:
-        return
     if not shape:
-        yield (), ()
+        yield from [((), ())] * (stop_at - at)
         return
-    row = prod(shape[1:])
-    first, last = -(-start_at // row), stop_at // row
-    if first > last:
-        yield from _in_row(shape, last, start_at - last * row, stop_at - last * row)
-        return
-    yield from _in_row(shape, first - 1, start_at - (first - 1) * row, row)
-    if first < last:
-        yield (first, *(0 for _ in shape[1:])), (last - first, *shape[1:])
-    yield from _in_row(shape, last, 0, stop_at - last * row)
-
-
-def _in_row(shape: Sequence[int], row: int, start_at: int, stop_at: int) -> Iterator[_Box]:
-    for offsets, sizes in boxes_of(shape[1:], start_at, stop_at):
-        yield (row, *offsets), (1, *sizes)
+    rows = [prod(shape[d + 1 :]) for d in range(len(shape))]
+    while at < stop_at:
+        # Along the outermost dimension of which a row begins here, and fits.
+        d = next(d for d, row in enumerate(rows) if at % row == 0 and at + row <= stop_at)
+        offsets = tuple(at // row % size for row, size in zip(rows, shape, strict=True))
+        count = min(shape[d] - offsets[d], (stop_at - at) // rows[d])
+        yield offsets, (*(1 for _ in range(d)), count, *shape[d + 1 :])
+        at += count * rows[d]
 
 
 def plain_name(name: str) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -13,27 +12,25 @@ from torch import nn
 
 from bytesched.errors import PluginError, TransportError
 
-from ..layout import is_dense
 from ..planned.buckets import Bucket, Member
-from ..planned.bundles import Slot
+from ..planned.questions import Call
 from ..planned.spans import Carried
 from ..planned.updates import Parts
 from ..planned.wire import Exchanging
-from ..queries import digest
+from ..queries import combine_of, digest
 from ..routes.groups.group import Group
 from ..update.separable import is_elementwise
 from .agreement import Agreement, Kind, answer_in_barriers
 from .checkpoint import ShardedState
-from .ownership import Ownership
-from .questions import OwnersQuestions
+from .ownership import Ownership, refuse_overlaps
 from .states import States
-from .sums import BucketRow, Row, range_of
+from .sums import Row, range_of, row_of
 
 log = logging.getLogger("bytesched")
 
 
 class Owners:
-    """Which ranks own what, and everything that is carried for it.
+    """Which ranks own what, and everything that is carried for it (see `terms.Owners`).
 
     Args:
         group: of Gloo, for statements alone.
@@ -55,13 +52,13 @@ class Owners:
         self._wire = wire
         self._reduced = {id(parameter) for parameter in reduced}
         self._slots = [slot for slot in parts.slots if id(slot.parameter) in self._reduced]
-        _refuse_overlaps(self._slots)
+        refuse_overlaps(self._slots)
         self._failures = parts.failures
         self._meter = parts.meter
         self.run_bytes = run_bytes
         self.ranks = wire.size
-        #: of this round, whose sums are under way; and of parameters, since the last steps
-        self._summing: list[BucketRow] = []
+        #: sums of this round that are under way; and what was sent by the last steps
+        self._summing: list[Row] = []
         self._rows: list[Row] = []
         #: the optimizer's own ``step()`` is running
         self.is_stepping = False
@@ -69,12 +66,6 @@ class Owners:
         self._agreement = Agreement(group, parts.failures, self.states.answer)
         self.leave, self.disown = self._agreement.leave, self._agreement.disown
         self._carried = Carried(parts.observers)
-        self.questions = OwnersQuestions(
-            wire.rank,
-            self.owned,
-            lambda member: [piece.rank for piece in self.ownership.of(member.parameter)],
-            self._numbers,
-        )
         self._end_barriers = answer_in_barriers(base, self._agreement.barrier_begins)
 
     # -- who owns what -----------------------------------------------------------------
@@ -86,25 +77,16 @@ class Owners:
         return self.states.ownership
 
     def deal(self) -> None:
-        """Every parameter has its owners from now on: all optimizers are known. Idempotent."""
         if self.states.ownership is not None:
             return
-        kinds = [-1] * len(self._slots)
-        may_cut = [False] * len(self._slots)
-        for number, deferred in enumerate(self.states.optimizers):
-            mine = deferred.parameter_ids()
-            for at, slot in enumerate(self._slots):
-                if id(slot.parameter) in mine:
-                    kinds[at] = number
-                    may_cut[at] = is_elementwise(deferred.kind) and is_dense(slot.parameter)
-        ownership = Ownership(
-            self._slots,
-            kinds,
-            may_cut,
-            ranks=self.ranks,
-            rank=self._wire.rank,
-            run_bytes=self.run_bytes,
-        )
+        ownership = Ownership(self.ranks, self._wire.rank, self.run_bytes)
+        left = {id(slot.parameter): slot.parameter for slot in self._slots}
+        # Where two have had a parameter, it is the later one's.
+        for deferred in reversed(self.states.optimizers):
+            known = deferred.parameter_ids()
+            mine = [left.pop(key) for key in [*left] if key in known]
+            ownership.deal(mine, can_cut=is_elementwise(deferred.kind))
+        ownership.deal([*left.values()], can_cut=False)
         self.states.dealt(ownership)
         if self._wire.rank == 0 and any(ownership.is_cut(s.parameter) for s in self._slots):
             log.info(
@@ -127,11 +109,9 @@ class Owners:
     # -- gradients ---------------------------------------------------------------------
 
     def forward_begins(self) -> None:
-        """A forward pass begins in which DDP waits for all: who asks for a state is answered."""
         self._agreement.say(Kind.FORWARD)
 
     def round_begins(self) -> None:
-        """The first bucket of a round is ready. In a hook of the reducer: nothing waits."""
         self._refuse_half_a_step()
         # What was sent before is here: its parameters have been used.
         for row in self._rows:
@@ -141,14 +121,16 @@ class Owners:
         self._carried.round_begins()
 
     def start(self, bucket: Bucket) -> None:
-        """The sums of ``bucket`` go to their owners. In a hook of the reducer: nothing waits."""
-        row: BucketRow = bucket.row or BucketRow(bucket, self.ownership, self.ranks)
-        bucket.row, bucket.is_with_owners = row, True
-        self._carried.begin(partial(row.begin_sum, self._wire), row.name, row.nbytes)
+        row = bucket.row = bucket.row or row_of(bucket, self.ownership, self.ranks)
+        bucket.is_with_owners = True
+        self._begin(row, partial(row.begin_sum, is_kept=not bucket.holds_gradients))
         self._summing.append(row)
         # What came is added up beside backward, and its memory goes.
         while self._summing and not self._wire.has_streams and self._summing[0].work.is_completed():
             self._add_first()
+
+    def _begin(self, row: Row, begin: Callable[[Exchanging], object]) -> None:
+        self._carried.begin(partial(begin, self._wire), row.name, row.nbytes)
 
     def _finish_sums(self) -> None:
         """Returns when this rank has the sums of all that it owns."""
@@ -160,14 +142,13 @@ class Owners:
         self._wait(row)
         row.add()
 
-    def _wait(self, row: BucketRow) -> None:
+    def _wait(self, row: Row) -> None:
         try:
             self._wire.wait(row.work, row.name)
         except TransportError as error:
             self._failures.raise_first(error)
 
     def bring(self, buckets: Sequence[Bucket], by: str) -> None:
-        """Returns when no sum is under way, and those of ``buckets`` are here; collective."""
         if not buckets:
             self._finish_sums()
             return
@@ -175,25 +156,42 @@ class Owners:
         self._agreement.say(Kind.READ, digest(str([bucket.chunks[0].index for bucket in buckets])))
         self._finish_sums()
         for bucket in buckets:
-            begin = partial(bucket.row.begin_return, self._wire)
-            self._carried.begin(begin, bucket.row.name, bucket.row.nbytes)
+            self._begin(bucket.row, bucket.row.begin_spread)
         for bucket in buckets:
             self._wait(bucket.row)
             bucket.row.put()
         self._meter.waited(by, began)
 
-    def _numbers(self, text: str, measured: Callable[[], torch.Tensor]) -> torch.Tensor:
+    def measure(self, call: Call) -> list[torch.Tensor] | None:
+        """Owners measure, and tell all ranks (see `Ask`)."""
+        pieces = [self.ownership.of(member.parameter) for member in call.members]
+        combine = combine_of(call.func, call.args, call.kwargs)
+        question = call.question()
+        if question is None or (combine is None and any(len(some) > 1 for some in pieces)):
+            return None
+
+        # What cannot be asked is raised on all ranks, before any of them waits.
+        kinds = call.kinds()
         began = self._meter.moment()
-        self._agreement.say(Kind.ASK, digest(text))
+        names = ",".join(member.name for member in call.members)
+        self._agreement.say(Kind.ASK, digest(f"{question.text} of {names}"))
         self._finish_sums()
+        row = torch.zeros(len(pieces), dtype=torch.float64, device="cpu")
+        owned = map(self.owned, call.members)
+        mine = {at: memory for at, memory in enumerate(owned) if memory is not None}
         try:
-            mine = measured()
+            found = question.of([*mine.values()]) if mine else []
         except Exception as error:  # noqa: BLE001 - it is raised here, and ends the others
             self._failures.raise_first(error)
-        numbers = self._agreement.numbers(mine)
+        row[[*mine]] = torch.tensor(found, dtype=row.dtype, device="cpu")
+        rows = self._agreement.numbers(row)
         waited_ns = self._meter.waited("norm of all gradients", began)
         self._meter.causes.asked(waited_ns)
-        return numbers
+        numbers = (
+            rows[some[0].rank, at] if len(some) == 1 or combine is None else combine(rows[:, at])
+            for at, some in enumerate(pieces)
+        )
+        return call.answer(numbers, kinds)
 
     # -- steps -------------------------------------------------------------------------
 
@@ -216,14 +214,13 @@ class Owners:
                 )
             )
 
-    def send(self, row: Row, mine: Sequence[torch.Tensor]) -> None:
-        """Begins to send ``mine`` of ``row``, and to take what others own of it."""
-        self._carried.begin(partial(row.begin, self._wire, mine), row.name, row.nbytes)
+    def send(self, row: Row) -> None:
+        """Begins to send what this rank owns of ``row``, and to take what others own of it."""
+        self._begin(row, row.begin_spread)
         self._rows.append(row)
 
     @property
     def busy_ns(self) -> int:
-        """For how long something was under way in the last round; 0: not known."""
         spans = self._carried.spans
         return spans.busy_ns() if spans.is_complete else 0
 
@@ -236,19 +233,16 @@ class Owners:
         return ShardedState(optimizer, self.states, synchronize)
 
     def refuse_late(self) -> None:
-        """Raises `PluginError` where an optimizer comes too late to be dealt with."""
         if self.states.ownership is not None:
             raise PluginError(
                 "with shard=True, wrap every optimizer of a model before its first backward pass"
             )
 
     def restore(self) -> None:
-        """Optimizers get the state that other ranks hold: from here on they are ordinary ones."""
         self.states.restore()
         self._end_barriers()
 
     def close(self) -> None:
-        """Returns when no other rank needs anything of this one any more."""
         self._end_barriers()
         is_over = self.states.ownership is None or self._failures.error is not None
         if not is_over and not self._agreement.end():
@@ -256,23 +250,10 @@ class Owners:
         self.states.close()
 
     def let_go(self) -> None:
-        """Nothing is under way any more: works keep connections open."""
-        rows: list[BucketRow | Row] = [*self._summing, *self._rows]
+        works = [row.work for row in (*self._summing, *self._rows) if row.work is not None]
         if not self._wire.has_streams:
-            self._wire.wait_left([row.work for row in rows if row.work is not None])
+            self._wire.wait_left(works)
         for row in self._rows:
             row.let_go()
         self._summing.clear()
         self._rows.clear()
-
-
-def _refuse_overlaps(slots: Sequence[Slot]) -> None:
-    """Raises `PluginError` where memory would have two owners."""
-    placed = sorted((s.parameter.data_ptr(), s.parameter.nbytes, s.name) for s in slots)
-    placed = [one for one in placed if one[1]]
-    for (start, nbytes, name), (other_start, _, other) in pairwise(placed):
-        if other_start < start + nbytes:
-            raise PluginError(
-                f"shard = True: parameters {name!r} and {other!r} are over one memory, which would "
-                "have two owners; make them one Parameter"
-            )

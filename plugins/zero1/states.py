@@ -46,26 +46,23 @@ class States:
         optimizer = deferred.optimizer
         self._handles += [
             optimizer.register_state_dict_pre_hook(lambda _: _state_of(deferred).packs()),
-            optimizer.register_state_dict_post_hook(
-                partial(self._complete, deferred), prepend=True
-            ),
             optimizer.register_load_state_dict_post_hook(lambda _: self._drop_foreign(deferred)),
         ]
         self.optimizers.append(deferred)
         self._kept.append((_state_of(deferred), 0))
 
-    def keep(self, deferred: Deferred) -> None:
-        """``deferred`` steps: its state is what others ask for, also when it is gone here."""
-        number = self.number_of(deferred)
+    def keep(self, deferred: Deferred) -> int:
+        """``deferred`` steps: its state is what others ask for, also when it is gone here.
+
+        Returns by which number ranks know it.
+        """
+        number = self.optimizers.index(deferred)
         count = sum(len(group["params"]) for group in deferred.optimizer.param_groups)
         _, before = self._kept[number]
         self._kept[number] = _state_of(deferred), count
         if count != before:
             self._drop_foreign(deferred)
-
-    def number_of(self, deferred: Deferred) -> int:
-        """By which ranks know an optimizer."""
-        return self.optimizers.index(deferred)
+        return number
 
     def dealt(self, ownership: Ownership) -> None:
         """Parameters have owners now: what others own of states is let go of."""
@@ -136,40 +133,23 @@ class States:
     def _gather(self, deferred: Deferred) -> dict[Any, Any]:
         """All entries of an optimizer, by parameter, in the order of its groups; collective."""
         device = self.slots[0].parameter.device
-        found = [_unpacked(answer, device) for answer in self._ask(self.number_of(deferred))]
+        found = [_unpacked(answer, device) for answer in self._ask(self.optimizers.index(deferred))]
         assert self.ownership is not None
-        whole = {}
+        state, groups = _state_of(deferred), deferred.optimizer.param_groups
+        whole = {p: dict.get(state, p) for group in groups for p in group["params"]}
         for slot in self.slots:
-            pieces = self.ownership.of(slot.parameter)
-            entries = [found[piece.rank].get(slot.name) for piece in pieces]
-            if None not in entries:
-                whole[slot.parameter] = _whole(slot, pieces, entries)
-        groups = deferred.optimizer.param_groups
-        return {p: whole[p] for group in groups for p in group["params"] if p in whole}
-
-    def _complete(
-        self, deferred: Deferred, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]
-    ) -> dict[str, Any]:
-        """A hook of ``state_dict()``."""
-        if self.ownership is None:
-            return state_dict
-        index_of: dict[int, int] = {}
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                index_of.setdefault(id(parameter), len(index_of))
-        state = dict(state_dict["state"])
-        for parameter, entry in self._gather(deferred).items():
-            state[index_of[id(parameter)]] = entry
-        numbered = {key: state[key] for key in sorted(k for k in state if isinstance(k, int))}
-        state_dict["state"] = {**numbered, **state}
-        return state_dict
+            if slot.parameter in whole:
+                pieces = self.ownership.of(slot.parameter)
+                entries = [found[piece.rank].get(slot.name) for piece in pieces]
+                whole[slot.parameter] = None if None in entries else _whole(slot, pieces, entries)
+        return {parameter: entry for parameter, entry in whole.items() if entry is not None}
 
     def restore(self) -> None:
         """Every optimizer gets the entries of all ranks."""
         for deferred in self.optimizers if self.ownership is not None else ():
             if not deferred.is_alive:
                 # Others may have it still, and ask.
-                self._ask(self.number_of(deferred))
+                self._ask(self.optimizers.index(deferred))
                 continue
             state, entries = _state_of(deferred), self._gather(deferred)
             others = {key: entry for key, entry in dict.items(state) if key not in entries}

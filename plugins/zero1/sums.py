@@ -5,9 +5,10 @@ Gloo's reduce-scatter costs a whole all-reduce; an all-to-all and a sum in the o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,99 +19,107 @@ from ..update.surroundings import unseen
 from .ownership import Ownership, Piece
 
 
-class _Shares:
-    """Numbers of which each rank owns some, in the order of ranks; ``numels`` says how many."""
+class Place(NamedTuple):
+    """Elements that one rank owns."""
 
-    def __init__(self, numels: Sequence[int], rank: int) -> None:
+    numel: int
+    #: where they are; not kept, as uses of a bucket's memory are counted
+    memory: Callable[[], torch.Tensor]
+
+
+class Row(Sent):
+    """What one all-to-all carries: sums to their owners, or from owners to all.
+
+    Args:
+        empty: of its dtype, on its device.
+        owned: by rank.
+        slots: the parameters that get new values by it.
+    """
+
+    __slots__ = ("_mine", "_others", "_own", "_theirs", "nbytes", "slots")
+
+    def __init__(
+        self,
+        index: int,
+        name: str,
+        empty: torch.Tensor,
+        owned: Sequence[Sequence[Place]],
+        rank: int,
+        slots: Sequence[Slot] = (),
+    ) -> None:
+        super().__init__(index, empty, name)
+        self.slots = slots
+        numels = [sum(place.numel for place in places) for places in owned]
+        self.nbytes = sum(numels) * empty.element_size()
         #: what comes from each other rank, and goes to it, when owners send to all
         self._theirs = [0 if other == rank else numel for other, numel in enumerate(numels)]
         self._mine = [0 if other == rank else numels[rank] for other in range(len(numels))]
+        self._own = owned[rank]
+        #: in the order of ranks
+        self._others = [*chain(*owned[:rank], *owned[rank + 1 :])]
 
-    def to_owners(self, wire: Exchanging, sent: torch.Tensor) -> tuple[Any, torch.Tensor]:
-        """Begins to send what others own, and to take theirs of what this rank does.
+    def begin_sum(self, wire: Exchanging, *, is_kept: bool) -> Any:
+        """Begins to send what others own, and to take theirs of what this rank owns.
 
-        Returns the work, and the memory of what comes.
+        Args:
+            is_kept: nothing writes what is sent before `add`.
         """
-        return self._begin(wire, sent, self._mine, self._theirs)
+        with unseen():
+            parts = [place.memory() for place in self._others]
+            sent = parts[0] if is_kept and len(parts) == 1 else self._joined(parts)
+            return self._begin(wire, sent, self._mine, self._theirs)
 
-    def to_all(self, wire: Exchanging, own: Sequence[torch.Tensor]) -> tuple[Any, torch.Tensor]:
-        """Begins to send what this rank owns, and to take what others do; returns the same."""
-        sent = torch.cat([*own] * (wire.size - 1))
-        return self._begin(wire, sent, self._theirs, self._mine)
+    def add(self) -> None:
+        """Makes the sums of what this rank owns, where they belong."""
+        came = self._taken()
+        with unseen():
+            own = [place.memory() for place in self._own]
+            for theirs in came.view(-1, sum(map(torch.Tensor.numel, own))) if own else ():
+                torch._foreach_add_(own, _like(own, theirs))
+
+    def begin_spread(self, wire: Exchanging) -> Any:
+        """Begins to send what this rank owns to all, and to take what others own."""
+        with unseen():
+            sent = self._joined([place.memory() for place in self._own] * (wire.size - 1))
+            return self._begin(wire, sent, self._theirs, self._mine)
+
+    def put(self) -> None:
+        """What came by `begin_spread` is in its place."""
+        with unseen():
+            if parts := [place.memory() for place in self._others]:
+                torch._foreach_copy_(parts, _like(parts, self._taken()))
+
+    def let_go(self) -> None:
+        """Its memory is not kept here any more, nor what keeps it."""
+        self.sent, self.work = self.sent.new_empty(0), None
+
+    def _taken(self) -> torch.Tensor:
+        came = self.sent
+        self.let_go()
+        return came
+
+    def _joined(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        return torch.cat([self.sent.new_empty(0), *(part.reshape(-1) for part in parts)])
 
     def _begin(
         self, wire: Exchanging, sent: torch.Tensor, into: Sequence[int], sends: Sequence[int]
-    ) -> tuple[Any, torch.Tensor]:
+    ) -> Any:
         came, size = sent.new_empty(sum(into)), sent.element_size()
         # As bytes: carriers know not all kinds of numbers.
-        work = wire.all_to_all(
+        self.work = wire.all_to_all(
             came.view(torch.uint8),
             sent.view(torch.uint8),
             [numel * size for numel in into],
             [numel * size for numel in sends],
         )
-        return work, came
-
-
-class BucketRow:
-    """One bucket, as its owners see it."""
-
-    def __init__(self, bucket: Bucket, ownership: Ownership, ranks: int) -> None:
-        self._bucket = bucket
-        self.name = bucket.chunks[0].name
-        self.nbytes = bucket.buffer.nbytes
-        ranges: list[list[tuple[int, int]]] = [[] for _ in range(ranks)]
-        for member in bucket.members:
-            for piece in ownership.of(member.parameter):
-                _append(ranges[piece.rank], *range_of(member, piece))
-        self._shares = _Shares([sum(b - a for a, b in some) for some in ranges], ownership.rank)
-        self._own = ranges.pop(ownership.rank)
-        #: in the order of ranks
-        self._others = [*chain.from_iterable(ranges)]
-        self._came: torch.Tensor | None = None
-        self.work: Any = None
-
-    def begin_sum(self, wire: Exchanging) -> Any:
-        """Begins to send what others own, and to take theirs of what this rank owns."""
-        parts = self._of(self._others)
-        is_apart = len(parts) == 1 and not self._bucket.holds_gradients
-        with unseen():
-            sent = parts[0] if is_apart else torch.cat([self._bucket.buffer[:0], *parts])
-            self.work, self._came = self._shares.to_owners(wire, sent)
+        self.sent, self.landed_on = came, None
         return self.work
 
-    def add(self) -> None:
-        """Makes the sums of what this rank owns, where they belong in the bucket."""
-        own = self._of(self._own)
-        sizes = [part.numel() for part in own]
-        came = self._taken()
-        with unseen():
-            for theirs in came.view(-1, sum(sizes)) if own else ():
-                torch._foreach_add_(own, list(theirs.split(sizes)))
 
-    def begin_return(self, wire: Exchanging) -> Any:
-        """Begins to send what this rank has summed to all, and to take the other sums."""
-        with unseen():
-            own = [self._bucket.buffer[:0], *self._of(self._own)]
-            self.work, self._came = self._shares.to_all(wire, own)
-        return self.work
-
-    def put(self) -> None:
-        """What came by `begin_return` is in its place."""
-        if parts := self._of(self._others):
-            with unseen():
-                came = self._taken().split([part.numel() for part in parts])
-                torch._foreach_copy_(parts, list(came))
-
-    def _taken(self) -> torch.Tensor:
-        """What came; it is kept here no longer."""
-        came, self._came, self.work = self._came, None, None
-        assert came is not None
-        return came
-
-    def _of(self, ranges: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
-        # Not kept: uses of a bucket's memory are counted.
-        return [self._bucket.buffer[a:b] for a, b in ranges]
+def _like(parts: Sequence[torch.Tensor], flat: torch.Tensor) -> list[torch.Tensor]:
+    """The elements of ``flat`` in the shapes of ``parts``."""
+    split = flat.split([part.numel() for part in parts])
+    return [elements.view(part.shape) for elements, part in zip(split, parts, strict=True)]
 
 
 def range_of(member: Member, piece: Piece) -> tuple[int, int]:
@@ -119,72 +128,21 @@ def range_of(member: Member, piece: Piece) -> tuple[int, int]:
     return begin + piece.start, begin + piece.stop
 
 
-def _append(ranges: list[tuple[int, int]], start: int, stop: int) -> None:
-    if ranges and ranges[-1][1] == start:
-        ranges[-1] = ranges[-1][0], stop
-    elif stop > start:
-        ranges.append((start, stop))
+def row_of(bucket: Bucket, ownership: Ownership, ranks: int) -> Row:
+    """One bucket, as its owners see it: neighbours of one owner are one place."""
+    ranges: list[list[tuple[int, int]]] = [[] for _ in range(ranks)]
+    for member in bucket.members:
+        for piece in ownership.of(member.parameter):
+            start, stop = range_of(member, piece)
+            here = ranges[piece.rank]
+            if here and here[-1][1] == start:
+                start, _ = here.pop()
+            if stop > start:
+                here.append((start, stop))
+    owned = [[Place(b - a, partial(_range, bucket, a, b)) for a, b in some] for some in ranges]
+    first = bucket.chunks[0]
+    return Row(first.index, first.name, bucket.buffer.new_empty(0), owned, ownership.rank)
 
 
-class Row(Sent):
-    """New values of some parameters of one type: from each rank what it owns; as in each step."""
-
-    __slots__ = ("_came", "_left", "_shares", "nbytes", "slots")
-
-    def __init__(self, index: int, slots: Sequence[Slot], ownership: Ownership, ranks: int) -> None:
-        first = slots[0]
-        name = first.name if len(slots) == 1 else f"{first.name}..{slots[-1].name}"
-        super().__init__(index, first.parameter.new_empty(0, requires_grad=False), name)
-        self.slots = slots
-        owned: list[list[tuple[Slot, Piece]]] = [[] for _ in range(ranks)]
-        for slot in slots:
-            for piece in ownership.of(slot.parameter):
-                owned[piece.rank].append((slot, piece))
-        numels = [sum(piece.numel for _, piece in some) for some in owned]
-        self._shares = _Shares(numels, ownership.rank)
-        del owned[ownership.rank]
-        #: by slot, each piece that comes, and where it begins
-        self._came: dict[Slot, list[tuple[Piece, int]]] = {}
-        at = 0
-        for slot, piece in chain.from_iterable(owned):
-            self._came.setdefault(slot, []).append((piece, at))
-            at += piece.numel
-        #: that come
-        self.nbytes = at * first.parameter.element_size()
-        #: slots that have not taken what came
-        self._left = 0
-
-    def begin(self, wire: Exchanging, mine: Sequence[torch.Tensor]) -> Any:
-        """Begins to send ``mine``, what this rank owns of it, and to take what others own."""
-        with unseen():
-            self.work, self.sent = self._shares.to_all(wire, [self.sent[:0], *mine])
-        self.landed_on, self._left = None, len(self._came)
-        return self.work
-
-    def take(self, slot: Slot) -> list[tuple[Piece, torch.Tensor]]:
-        """What came of ``slot``; once."""
-        came = [(piece, self.sent[at : at + piece.numel]) for piece, at in self._came[slot]]
-        self._left -= 1
-        if not self._left:
-            self.let_go()
-        return came
-
-    def let_go(self) -> None:
-        """Its memory is not kept here any more, nor what keeps it."""
-        self.sent, self.work = self.sent.new_empty(0), None
-
-
-def rows_of(
-    slots: Sequence[Slot], ownership: Ownership, ranks: int, row_bytes: int
-) -> Iterator[Row]:
-    """Neighbours of about ``row_bytes``, all of one type, in the order of ``slots``."""
-    run: list[Slot] = []
-    nbytes = index = 0
-    for slot in slots:
-        if run and (nbytes >= row_bytes or run[0].parameter.dtype is not slot.parameter.dtype):
-            yield Row(index, run, ownership, ranks)
-            run, nbytes, index = [], 0, index + 1
-        run.append(slot)
-        nbytes += slot.parameter.nbytes
-    if run:
-        yield Row(index, run, ownership, ranks)
+def _range(bucket: Bucket, start: int, stop: int) -> torch.Tensor:
+    return bucket.buffer[start:stop]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from itertools import chain
+from functools import partial
 from time import perf_counter_ns
 from typing import Any
 
@@ -13,33 +13,28 @@ from torch import nn
 
 from ..planned.buckets import Member, make_changes
 from ..planned.bundles import Bundle, Debt, Slot
-from ..planned.terms import OpenUpdates
 from ..planned.updates import Parts, Updates
-from ..planned.wire import Exchanging
+from ..planned.wire import HOST, Exchanging
 from ..proxies.pending import PendingParameter, synchronize_now
 from ..proxies.pending_grads import PendingGrad
 from ..routes.groups.group import Group
 from ..update.deferred import Aliased, Deferred
-from ..update.surroundings import unseen
 from .owners import Owners
-from .ownership import Part
-from .sums import Row, rows_of
+from .ownership import Part, Piece
+from .sums import Place, Row
 
 
-def sharding(
+def open_owners(
     wire: Exchanging,
     group: Group,
     base: dist.ProcessGroup,
     reduced: Sequence[nn.Parameter],
     run_bytes: int,
-) -> OpenUpdates:
-    """Opens the owners of a session; see `Owners`."""
-
-    def opened(parts: Parts) -> tuple[Owners, Updates]:
-        owners = Owners(parts, wire, group, base, reduced, run_bytes=run_bytes)
-        return owners, ShardedUpdates(parts, owners)
-
-    return opened
+    parts: Parts,
+) -> tuple[Owners, Updates]:
+    """The owners of a session, see `Owners`, and what updates for them."""
+    owners = Owners(parts, wire, group, base, reduced, run_bytes=run_bytes)
+    return owners, ShardedUpdates(parts, owners)
 
 
 class ShardedUpdates(Updates):
@@ -61,12 +56,10 @@ class ShardedUpdates(Updates):
         self._now: tuple[list[Row], str] | None = None
 
     def introduce(self, deferred: Deferred) -> None:
-        """See `Updates.introduce`."""
         super().introduce(deferred)
         self._owners.states.introduce(deferred)
 
     def step(self, deferred: Deferred, *, whole_because: str) -> list[dict[str, Any]]:
-        """See `Updates.step`."""
         optimizer = deferred.optimizer
         deferred.guard()
         self._owners.deal()
@@ -76,18 +69,22 @@ class ShardedUpdates(Updates):
             whole_because = whole_because or "this optimizer does not cross the barrier"
         groups, members = self._taken(optimizer)
         taken = {slot: None for _, some, _ in groups for slot in some}
-        self._owners.states.keep(deferred)
-        number = self._owners.states.number_of(deferred)
+        number = self._owners.states.keep(deferred)
         self._owners.steps(number, [slot.name for slot in taken], members)
         rows = self._rows_of(number, taken)
         with self.lock:
-            self._make_changes(members)
+            # What the script has done to gradients is done where their sums are.
+            sums = {member: self._owners.owned(member) for member in members}
+            here = {member: memory for member, memory in sums.items() if memory is not None}
+            make_changes(here, here.__getitem__)
+            for member in members:
+                member.changes, member.taken = [], True
             owned = [(group, list(self._owned(some, deferred))) for group, some, _ in groups]
             if whole_because:
                 self._now = rows, whole_because
                 self._owners.is_stepping = True
                 return [
-                    {**group, "params": [*others, *(one.alias for _, one in mine)]}
+                    {**group, "params": [*others, *(one.alias for one in mine)]}
                     for (group, mine), (_, _, others) in zip(owned, groups, strict=True)
                 ]
             try:
@@ -104,24 +101,47 @@ class ShardedUpdates(Updates):
         slots = [slot for slot in self._slots.values() if slot in taken]
         known, rows = self._rows.get(number, ([], []))
         if slots != known:
-            owners = self._owners
-            rows = [*rows_of(slots, owners.ownership, owners.ranks, owners.run_bytes)]
+            runs: list[list[Slot]] = []
+            for slot in slots:
+                run = runs[-1] if runs else []
+                is_full = sum(one.parameter.nbytes for one in run) >= self._owners.run_bytes
+                if is_full or not run or run[0].parameter.dtype is not slot.parameter.dtype:
+                    runs.append([slot])
+                else:
+                    run.append(slot)
+            rows = [self._row(index, run) for index, run in enumerate(runs)]
             self._rows[number] = slots, rows
         return rows
+
+    def _row(self, index: int, slots: Sequence[Slot]) -> Row:
+        """Neighbours, all of one type."""
+        first, ownership = slots[0], self._owners.ownership
+        owned: list[list[Place]] = [[] for _ in range(self._owners.ranks)]
+        for slot in slots:
+            for piece in ownership.of(slot.parameter):
+                memory = partial(self._memory, slot, piece)
+                owned[piece.rank].append(Place(piece.numel, memory))
+        name = first.name if len(slots) == 1 else f"{first.name}..{slots[-1].name}"
+        empty = first.parameter.new_empty(0, requires_grad=False)
+        return Row(index, name, empty, owned, ownership.rank, slots)
+
+    def _memory(self, slot: Slot, piece: Piece) -> torch.Tensor:
+        part = self._parts.get(id(slot.parameter))
+        return slot.alias if part is None else part.of(slot.alias, piece)
 
     def _update_owned(
         self,
         by: Callable[[Sequence[tuple[dict[str, Any], Sequence[Aliased]]]], None],
-        owned: Sequence[tuple[dict[str, Any], Sequence[tuple[Slot, Slot | Part]]]],
+        owned: Sequence[tuple[dict[str, Any], Sequence[Slot | Part]]],
         rows: Sequence[Row],
     ) -> None:
         """Updates what this rank owns, some rows at a time, which are sent at once."""
         for some in _portions(rows):
-            here = {slot for row in some for slot in row.slots}
+            here = {id(slot.parameter) for row in some for slot in row.slots}
             groups = [
                 (group, slots)
                 for group, mine in owned
-                if (slots := [one for slot, one in mine if slot in here])
+                if (slots := [one for one in mine if id(one.parameter) in here])
             ]
             began_ns = perf_counter_ns()
             if groups:
@@ -160,20 +180,7 @@ class ShardedUpdates(Updates):
             groups.append((group, mine, others))
         return groups, members
 
-    def _make_changes(self, members: Iterable[Member]) -> None:
-        """What the script has done to gradients, as far as their sums are here."""
-        members = list(members)
-        owned = {member: self._owners.owned(member) for member in members}
-        here = {member: memory for member, memory in owned.items() if memory is not None}
-        make_changes(here, here.__getitem__)
-        for member in members:
-            # Those of other ranks are made there.
-            member.changes = []
-            member.taken = True
-
-    def _owned(
-        self, slots: Iterable[Slot], deferred: Deferred
-    ) -> Iterator[tuple[Slot, Slot | Part]]:
+    def _owned(self, slots: Iterable[Slot], deferred: Deferred) -> Iterator[Slot | Part]:
         """What this rank updates of ``slots``, each with a gradient that is here."""
         ownership = self._owners.ownership
         for slot in slots:
@@ -188,12 +195,12 @@ class ShardedUpdates(Updates):
                     part = self._parts[id(parameter)] = Part(slot, piece)
                 if part.take(gradient):
                     deferred.know(part)
-                yield slot, part
+                yield part
                 continue
             if slot.stand_for():
                 deferred.know(slot)
             slot.alias.grad = gradient
-            yield slot, slot
+            yield slot
 
     def stepped(self) -> None:
         """``step()`` is over: what it has updated as a whole goes to all."""
@@ -208,47 +215,32 @@ class ShardedUpdates(Updates):
 
     def _send(self, rows: Iterable[Row]) -> None:
         """What this rank owns of ``rows`` goes to all, and what others own is owed."""
-        ownership = self._owners.ownership
         owed: dict[Bundle, list[Slot]] = {}
         for row in rows:
-            self._owners.send(row, self._memory(row))
             for slot in row.slots:
-                # No bucket has other uses than those that are counted.
-                if (part := self._parts.get(id(slot.parameter))) is not None:
-                    part.alias.grad = None
-                if slot.alias is not slot.parameter:
-                    slot.alias.grad = None
-                if not ownership.is_whole_here(slot.parameter):
+                if not self._owners.ownership.is_whole_here(slot.parameter):
                     slot.stand_for()
                     slot.awaits = (row,)
                     owed.setdefault(slot.bundle, []).append(slot)
+                # No bucket has other uses than those that are counted.
+                for one in (slot, self._parts.get(id(slot.parameter))):
+                    if one is not None and one.alias is not slot.parameter:
+                        one.alias.grad = None
+            self._owners.send(row)
         # What puts them in place needs no hyper-parameters.
-        self._owe([Debt(self._put, {}, slots) for slots in owed.values()])
+        self._owe([Debt(_put, {}, slots) for slots in owed.values()])
 
-    def _put(self, groups: Sequence[tuple[dict[str, Any], Sequence[Slot]]]) -> None:
-        """Puts what came into parameters (see `bundles.Update`)."""
-        with unseen():
-            for slot in chain.from_iterable(slots for _, slots in groups):
-                part = self._parts.get(id(slot.parameter))
-                for row in slot.awaits or ():
-                    assert isinstance(row, Row)
-                    for piece, came in row.take(slot):
-                        if part is None:
-                            slot.alias.copy_(came.view(slot.alias.shape))
-                        else:
-                            part.of(slot.alias, piece).copy_(came)
-                slot.awaits = ()
 
-    def _memory(self, row: Row) -> list[torch.Tensor]:
-        """What this rank owns of a row, as it is now."""
-        mine = []
+def _put(groups: Sequence[tuple[dict[str, Any], Sequence[Slot]]]) -> None:
+    """Puts what came into parameters (see `bundles.Update`): of a row, all at once."""
+    for row in {sent for _, slots in groups for slot in slots for sent in slot.awaits or ()}:
+        assert isinstance(row, Row)
+        row.put()
         for slot in row.slots:
-            piece = self._owners.ownership.own(slot.parameter)
-            if piece is not None:
-                part = self._parts.get(id(slot.parameter))
-                whole = slot.parameter.detach()
-                mine.append(whole.reshape(-1) if part is None else part.of(whole, piece))
-        return mine
+            slot.awaits = ()
+            if row.landed_on != HOST:
+                # Other streams cannot wait for it any more, and what they queue comes after this.
+                slot.bundle.chunks.pop(row, None)
 
 
 def _portions(rows: Sequence[Row]) -> Iterator[Sequence[Row]]:

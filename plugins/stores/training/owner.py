@@ -124,7 +124,7 @@ def _nothing(*_: object, **__: object) -> None:
 class Owner:
     """What one session has in its store (see `terms.Owners`)."""
 
-    questions = None
+    measure = None
     # The store has all parameters, always, and nobody else has to be told of anything.
     deal = forward_begins = bring = refuse_late = restore = leave = disown = close = _nothing
 

@@ -19,7 +19,7 @@ from comparing import Figures, Script, cases, check, each, of
 from ranks import Ranks, address_of
 from training import Job
 
-from bytesched.plugins.figures.unseen import ROUNDING, UNSEEN
+from bytesched.plugins.figures.meter import ROUNDING, UNSEEN
 
 #: Below a layer, and few enough to be quick.
 SIZES: dict[str, Any] = {"partition_bytes": 256, "credit_bytes": 512}

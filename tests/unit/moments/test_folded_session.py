@@ -15,9 +15,8 @@ from torch import nn
 from bytesched.config import Config
 from bytesched.errors import PluginError
 from bytesched.observe import Observers
-from bytesched.plugins.moments.folding import Accumulation
 from bytesched.plugins.moments.session import FoldedSession
-from bytesched.plugins.moments.slots import MomentSlot, stand_in
+from bytesched.plugins.moments.slots import Accumulation, MomentSlot
 from bytesched.plugins.planned.terms import Terms
 from bytesched.plugins.proxies.pending import PendingParameter
 from bytesched.tunable import Setting
@@ -136,10 +135,11 @@ def test_when_it_is_closed_nothing_is_refused_or_folded(folded: Folded) -> None:
     assert all(p.grad is not None and p.grad.any() for p in folded.model.parameters())
 
 
-def released() -> tuple[nn.Parameter, Any]:
+def released() -> tuple[MomentSlot, Any]:
     parameter = nn.Parameter(torch.zeros(3, 4))
-    parameter.grad = stand_in("a.weight", parameter, None)
-    return parameter, parameter.grad
+    slot = MomentSlot("a.weight", parameter)
+    slot.release()
+    return slot, parameter.grad
 
 
 @pytest.mark.parametrize(
@@ -164,9 +164,9 @@ def test_every_read_is_refused(read: Callable[[Any], object]) -> None:
 
 
 def test_it_looks_like_a_gradient_and_has_no_memory() -> None:
-    parameter, grad = released()
-    assert grad.shape == parameter.shape
-    assert grad.dtype is parameter.dtype
+    slot, grad = released()
+    assert grad.shape == slot.parameter.shape
+    assert grad.dtype is slot.parameter.dtype
     with torch._C.DisableTorchFunctionSubclass():
         assert grad.untyped_storage().nbytes() == 4
 
@@ -181,17 +181,19 @@ def test_what_does_not_ask_python_sees_nan() -> None:
     "zero", [lambda grad: grad.zero_(), lambda grad: torch._foreach_zero_([grad])]
 )
 def test_zeroed_it_is_an_ordinary_one(zero: Callable[[Any], object]) -> None:
-    parameter, grad = released()
+    slot, grad = released()
     zero(grad)
     assert type(grad) is torch.Tensor
-    assert parameter.grad is grad
+    assert slot.parameter.grad is grad
     assert not grad.any()
     grad.add_(1)
     assert grad.sum() == 12
 
 
 def test_one_is_made_until_it_is_an_ordinary_one() -> None:
-    parameter, grad = released()
-    assert stand_in("a.weight", parameter, grad) is grad
+    slot, grad = released()
+    slot.release()
+    assert id(slot.parameter.grad) == id(grad)
     grad.zero_()
-    assert stand_in("a.weight", parameter, grad) is not grad
+    slot.release()
+    assert id(slot.parameter.grad) != id(grad)

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from bytesched.plugins.planned.buckets import Bucket, Member
-from bytesched.plugins.planned.cutting import Cut, cut_dealt, cut_whole
-from bytesched.plugins.planned.owners import Way
+from bytesched.plugins.planned.cutting import Cut, Way, cut_dealt, cut_whole
 
 
 class Sums:

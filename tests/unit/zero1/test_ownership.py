@@ -3,22 +3,34 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
+from bytesched.bench.profile import load_profile
 from bytesched.errors import PluginError
 from bytesched.plugins.planned.bundles import Slot
-from bytesched.plugins.zero1.ownership import Ownership, Part
+from bytesched.plugins.zero1.ownership import Ownership, Part, cut, owners_of
 
 SHAPES = [(7,), (256, 128), (3, 5), (300, 301), (64,), (1, 1)]
 
 
-def dealt(ranks: int, rank: int = 0, *, may_cut: bool = True) -> tuple[list[Slot], Ownership]:
-    slots = [Slot(f"p{i}", nn.Parameter(torch.zeros(shape))) for i, shape in enumerate(SHAPES)]
-    kinds, cuts = [0] * len(slots), [may_cut] * len(slots)
-    return slots, Ownership(slots, kinds, cuts, ranks=ranks, rank=rank, run_bytes=1 << 10)
+def dealt(
+    ranks: int,
+    rank: int = 0,
+    *,
+    can_cut: bool = True,
+    shapes: Any = SHAPES,
+    run_bytes: int = 1 << 10,
+) -> tuple[list[Slot], Ownership]:
+    slots = [Slot(f"p{i}", nn.Parameter(torch.empty(shape))) for i, shape in enumerate(shapes)]
+    ownership = Ownership(ranks, rank, run_bytes)
+    ownership.deal([slot.parameter for slot in slots], can_cut=can_cut)
+    return slots, ownership
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])
@@ -42,7 +54,7 @@ def test_large_tensors_are_cut_evenly_where_they_may_be(ranks: int) -> None:
         for piece in ownership.of(slot.parameter):
             loads[piece.rank] += piece.numel
     assert max(loads) <= 1.05 * sum(loads) / ranks
-    slots, ownership = dealt(ranks, may_cut=False)
+    slots, ownership = dealt(ranks, can_cut=False)
     assert not any(ownership.is_cut(slot.parameter) for slot in slots)
 
 
@@ -68,8 +80,53 @@ def test_a_part_is_a_view_of_its_elements() -> None:
     assert part.alias.grad is not None
     assert part.alias.grad.tolist() == gradient.view(-1)[piece.start : piece.stop].tolist()
     with torch.no_grad():
+        slot.parameter.zero_()
         part.alias.fill_(1.0)
     assert slot.parameter.sum() == piece.numel
     slot.parameter.data = slot.parameter.data.t().contiguous().t()
     with pytest.raises(PluginError, match="set memory formats before the first backward pass"):
         part.take(gradient)
+
+
+SIZES = st.lists(st.integers(1, 10_000), min_size=1, max_size=60)
+
+
+@given(SIZES, st.integers(2, 8), st.integers(1, 20_000))
+def test_whole_tensors_are_dealt_evenly(sizes: list[int], ranks: int, run_bytes: int) -> None:
+    loads = [0] * ranks
+    owners = owners_of(sizes, [False] * len(sizes), ranks, run_bytes)
+    for n, owner in zip(sizes, owners, strict=True):
+        assert owner is not None
+        loads[owner] += n
+    assert max(loads) - min(loads) <= 2 * run_bytes + max(sizes)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+@pytest.mark.parametrize("name", ["gpt", "resnet", "vgg"])
+def test_state_of_a_model_is_within_5_percent(name: str, ranks: int) -> None:
+    shapes = [shape for layer in load_profile(name).layers for shape in layer.shapes]
+    slots, ownership = dealt(ranks, shapes=shapes, run_bytes=1 << 20)
+    held = [0] * ranks
+    for slot in slots:
+        for piece in ownership.of(slot.parameter):
+            held[piece.rank] += piece.numel
+    assert sum(held) == sum(slot.parameter.numel() for slot in slots)
+    assert max(held) <= 1.05 * sum(held) / ranks
+
+
+@given(SIZES, st.integers(2, 8), st.integers(1, 20_000))
+def test_what_may_not_be_cut_has_one_owner(sizes: list[int], ranks: int, run_bytes: int) -> None:
+    may_cut = [n % 2 == 0 for n in sizes]
+    owners = owners_of(sizes, may_cut, ranks, run_bytes)
+    assert all(may for may, owner in zip(may_cut, owners, strict=True) if owner is None)
+
+
+@given(st.integers(64 * 8, 10_000), st.integers(1, 8))
+def test_parts_are_even_and_aligned(elements: int, ranks: int) -> None:
+    pieces = cut(elements, ranks)
+    assert [piece.rank for piece in pieces] == list(range(ranks))
+    assert pieces[-1].stop == elements
+    assert all(piece.start % 64 == 0 for piece in pieces)
+    sizes = [piece.numel for piece in pieces]
+    assert min(sizes) > 0
+    assert max(sizes) - min(sizes) <= 64 + 64
