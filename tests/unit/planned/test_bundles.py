@@ -101,23 +101,6 @@ def member_of(slot: Slot, value: float) -> Any:
     return SimpleNamespace(view=torch.full_like(slot.parameter, value), chunks=[])
 
 
-@pytest.mark.parametrize("is_trained", [False, True])
-def test_an_update_sees_where_parameter_and_gradient_have_moved(is_trained: bool) -> None:
-    [slot] = slots_of(3)
-    slot.parameter.requires_grad_(is_trained)
-    slot.take(member_of(slot, 2.0))
-    alias, other = slot.alias, member_of(slot, 3.0)
-    assert (type(alias), alias.requires_grad) == (nn.Parameter, is_trained)
-    assert not slot.take(other)
-    assert slot.alias is alias
-    assert alias.grad is other.view
-    slot.parameter.data = torch.ones(3)
-    assert slot.take(other)
-    assert slot.alias is not alias
-    assert slot.alias.data_ptr() == slot.parameter.data_ptr()
-    assert slot.alias.grad is other.view
-
-
 def test_uses_of_memory_that_is_no_more_are_not_counted() -> None:
     """Whoever has the new memory is somebody else."""
     one, other = slots_of(4, 4)

@@ -121,16 +121,6 @@ def loads_of(gradients: list[Gradient], ways: dict[int, Way]) -> list[int]:
     return loads
 
 
-@given(st.lists(st.floats(0.01, 5), min_size=1, max_size=30), st.floats(0, 0.1))
-def test_every_gradient_has_a_way_the_same_each_time(sizes: list[float], apart_s: float) -> None:
-    gradients = gradients_of(*sizes, apart_s=apart_s)
-    ways = dealt(gradients, SECONDS_PER_BYTE)
-    assert ways == dealt(gradients, SECONDS_PER_BYTE)
-    for gradient in gradients:
-        assert 0 <= ways[gradient.key].whole_bytes <= gradient.nbytes
-        assert ways[gradient.key].owner in (0, 1)
-
-
 @given(st.lists(st.floats(0.01, 5), min_size=1, max_size=30))
 def test_what_is_still_to_come_is_even_at_any_time(sizes: list[float]) -> None:
     gradients = gradients_of(*sizes)

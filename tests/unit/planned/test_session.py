@@ -23,15 +23,6 @@ Make = Callable[..., Any]
 # -- figures ---------------------------------------------------------------------------
 
 
-def test_it_says_what_is_under_way(run_of: Make) -> None:
-    run = run_of()
-    assert "2 buckets under way" in repr(run.session)
-    run.session.flush()
-    assert "0 buckets under way" in repr(run.session)
-    run.session.fail(PluginError("the first"))
-    assert "the first" in repr(run.session)
-
-
 def test_figures_say_what_was_wrapped_and_what_has_crossed(run_of: Make) -> None:
     run = run_of(6)
     figures = run.session.stats()
