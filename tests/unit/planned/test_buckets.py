@@ -130,6 +130,16 @@ def test_a_gradient_of_another_class_gets_the_sum_and_keeps_its_class() -> None:
     assert type(own) is Own
 
 
+def test_a_gradient_that_was_handed_back_is_not_written_by_later_sums() -> None:
+    [parameter] = parameters_of(2)
+    bucket = bucket_of(parameter)
+    for sums in (1.0, 9.0):
+        bucket.buffer.fill_(sums)
+        bucket.hand_back()
+    assert parameter.grad is not None
+    assert parameter.grad.tolist() == [1.0] * 2
+
+
 # -- where they are cut ----------------------------------------------------------------
 
 

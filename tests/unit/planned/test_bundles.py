@@ -66,6 +66,7 @@ def test_parameters_over_one_memory_are_updated_together() -> None:
     slots.append(Slot("empty, too", nn.Parameter(torch.zeros(0))))
     bundles = bundled(slots, each(len(slots)))
     assert slots[20].bundle is slots[0].bundle
+    assert slots[0].known_uses == slots[20].known_uses == ALONE + 1
     assert [slot.name for slot in bundles[0].slots] == ["0", "tied"]
     assert len(bundles) > 5
 
@@ -99,6 +100,17 @@ def test_what_has_come_is_updated_by_itself(is_tied: bool) -> None:
 def member_of(slot: Slot, value: float) -> Any:
     """Of a bucket."""
     return SimpleNamespace(view=torch.full_like(slot.parameter, value), chunks=[])
+
+
+def test_an_update_reads_the_gradient_that_was_taken_last() -> None:
+    [slot] = slots_of(3)
+    for value in (1.0, 2.0):
+        member = member_of(slot, value)
+        slot.take(member)
+        assert slot.alias.grad is member.view
+    assert slot.known_uses == ALONE + 1
+    slot.forget()
+    assert slot.known_uses == ALONE
 
 
 def test_uses_of_memory_that_is_no_more_are_not_counted() -> None:

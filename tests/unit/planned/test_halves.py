@@ -227,6 +227,11 @@ def test_after_a_step_has_taken_it_a_gradient_is_not_changed_here(two: Two) -> N
     assert rank.ask(torch._foreach_mul_, rank.grads, 2.0) is NotImplemented
     assert rank.norms() is NotImplemented
     assert rank.ask(torch._foreach_mul_, rank.grads[1:], 2.0) is None
+    two.finish()
+    for one in two.ranks:
+        one.land()
+    two.backward()
+    assert rank.norms() is not NotImplemented, "in another round"
 
 
 def test_a_question_that_fails_on_other_gradients_is_not_answered(two: Two) -> None:

@@ -179,6 +179,13 @@ def test_what_is_outstanding_is_known_without_a_wait() -> None:
     assert outstanding_bytes(sent.chunks[:2]) == 0
 
 
+def test_forgotten_chunks_keep_no_work() -> None:
+    sent = Sent(torch.ones(2), order=[1, 0])
+    sent.round()
+    sent.sending.forget(sent.buckets)
+    assert [chunk.work for chunk in sent.chunks] == [None, None]
+
+
 def test_what_some_ranks_sum_has_a_wire_of_its_own() -> None:
     sent, part = Sent(torch.ones(1), torch.ones(2), torch.ones(1)), FakeWire()
     for chunk in sent.buckets[1].chunks:

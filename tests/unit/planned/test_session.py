@@ -43,6 +43,14 @@ def test_what_is_sent_is_said_once(run_of: Make, caplog: pytest.LogCaptureFixtur
     assert len(run.chunks) == 7
 
 
+def test_time_on_the_wire_is_that_of_rounds_which_go_as_now(run_of: Make) -> None:
+    session = run_of(6).session
+    session._round_busy_ns = 5
+    assert session._busy_ns() == 5 * session._meter.rounds > 0
+    session._measure_anew()
+    assert session._busy_ns() == 0
+
+
 # -- plans -----------------------------------------------------------------------------
 
 
@@ -82,9 +90,25 @@ def test_an_exception_in_the_middle_of_a_round_ends_the_session(run_of: Make) ->
         run.train()
     assert run.wire.notes == ["MemoryError: out of memory"]
     assert run.wire.is_aborted
+    # What was taken was applied before.
+    run.session.flush()
     for go_on in (lambda: run.model(inputs(0)), run.optimizer.step):
         with pytest.raises(PluginError, match=r"ended the last backward\(\) on rank 0 when some"):
             go_on()
+    assert run.session.unseen_error is None
+
+
+def test_an_error_in_the_place_of_another_one_has_been_seen(run_of: Make) -> None:
+    """A thread has found it while backward goes on, which something else ends then."""
+    run = run_of()
+
+    def fail(grad: Tensor) -> None:
+        run.session._failures.fail(PluginError("the first"))
+        _fail(grad)
+
+    run.model.module[0].weight.register_hook(fail)
+    with pytest.raises(PluginError, match="the first"):
+        run.train()
     assert run.session.unseen_error is None
 
 

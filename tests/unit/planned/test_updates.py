@@ -55,6 +55,12 @@ def test_a_use_updates_its_bundle_and_no_other(run_of: Make) -> None:
     assert BundleState.OWED in states(run)
 
 
+def test_zeroing_what_a_step_has_taken_does_not_wait(run_of: Make) -> None:
+    run = run_of()
+    run.optimizer.zero_grad(set_to_none=False)
+    assert len(run.held) == len(run.slots)
+
+
 def test_a_forward_pass_updates_as_it_comes_to_each_layer(run_of: Make) -> None:
     run = run_of()
     held: list[int] = []
