@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bytesched.config import Config
 from bytesched.errors import SchedulerTimeout
-from bytesched.observe import Observer, Observers
+from bytesched.observe import Observers
 from bytesched.plugins.planned.beginning import add_optimizer, why_whole
 from bytesched.plugins.planned.buckets import Bucket
 from bytesched.plugins.planned.bundles import Slot
@@ -228,7 +228,6 @@ class Run:
     bucket_bytes: int = 600
     chunk_bytes: int = 300
     ddp: dict[str, Any] = field(default_factory=dict)
-    observers: Sequence[Observer] = ()
     #: what the script has read
     seen: list[Tensor] = field(default_factory=list)
 
@@ -253,7 +252,7 @@ class Run:
             cross_barrier=self.cross,
         )
         setting = Setting(self.chunk_bytes, 2 * self.chunk_bytes)
-        terms = Terms(self.slots, config, self.wire, Observers(self.observers), setting)
+        terms = Terms(self.slots, config, self.wire, Observers(), setting)
         self.session: Any
         if self.is_plain:
             self.session = HookedSession(

@@ -23,9 +23,8 @@ def first_split(mode: str, asks: Callable[[int, int], tuple[Any, int] | None]) -
     Args:
         asks: of a rank in a round: about which buckets, and how many bytes are late then.
     """
-    wires: list[FakeWire] = []
+    wires, found = list[FakeWire](), list[int]()
     ranks: list[Any] = [Splitting(FakeWire(ranks=wires), mode) for _ in range(2)]
-    found = []
     for number in range(1, 41):
         for rank in ranks:
             rank.landed()
