@@ -282,6 +282,7 @@ def test_parts_end_in_the_reverse_of_their_order_and_each_of_them(
     assert log == [2, 1, 0]
     assert "could not be ended" in caplog.text
     assert run.wire.is_closed
+    assert run.chunks == []
 
 
 @pytest.mark.parametrize("how", ["deepcopy", "save"])

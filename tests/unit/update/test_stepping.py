@@ -95,6 +95,8 @@ def hooked(run: Run, *, before: bool) -> None:
     getattr(run.optimizer, register)(look)
     for seed in range(3):
         run.optimizer.step(evaluating(run, seed))
+    # The first of these steps alone is whole: from then on ours is the last hook.
+    assert run.wire is None or run.held
 
 
 def raising(run: Run, *, after_backward: bool) -> None:
