@@ -1,6 +1,6 @@
 """Every known optimizer of another package, plainly and deferred; a line of JSON for each.
 
-The wire is a thread of this process, which holds back what it carries until `step()` is over.
+The wire is in this process: what it carries has not come when `step()` is over.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import importlib
 import json
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -17,12 +17,10 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 import torch
-from loopback import Loopback
-from looped import TIMEOUT_S, Training, check_equal, inputs
-from torch import nn
+from fake_wire import FakeWire, Run, inputs
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from bytesched.plugins.proxies.pending import is_held
 from bytesched.plugins.update.separable import KNOWN
 
 #: what is tried beside the defaults
@@ -77,70 +75,61 @@ def found(name: str) -> Any:
     return getattr(importlib.import_module(module), kind)
 
 
-def trained(loopback: Loopback | None, kind: Any, arguments: dict[str, Any]) -> Training:
+def trained(wire: FakeWire | None, kind: Any, arguments: dict[str, Any]) -> Run:
     """In several groups, with a schedule, a closure, an evaluation, and parameters without use."""
 
-    def optimizer_of(model: nn.Module) -> Optimizer:
-        first, *others = model.parameters()
+    def optimizer_of(parameters: Iterable[Tensor]) -> Optimizer:
+        first, *others = parameters
         unused = nn.Parameter(torch.ones(3))
         made: Optimizer = kind([{"params": [first]}, {"params": [*others, unused]}], **arguments)
         return made
 
-    training = Training(loopback, optimizer_of)
-    optimizer: Any = training.optimizer
+    run = Run(wire, is_plain=True, optimizer_of=optimizer_of)
+    optimizer: Any = run.optimizer
     evaluates = hasattr(optimizer, "eval")
     for step in range(18):
         if evaluates:
             optimizer.train()
-        if loopback is not None and step > 2:
-            loopback.hold()
         if step % 5 == 4:
             # transformers leaves this to the closure.
             @torch.enable_grad()
             def closure() -> Any:
                 optimizer.zero_grad()
-                loss = training.model(inputs(training.step_number)).square().mean()
+                loss = run.model(inputs(run.steps)).square().mean()
                 loss.backward()
                 return loss.detach()
 
             assert optimizer.step(closure) >= 0
         else:
-            training.backward()
+            optimizer.zero_grad()
+            run.backward()
             assert optimizer.step() is None
-        if loopback is not None and step > 2:
-            weights = [p for group in optimizer.param_groups for p in group["params"][:4]]
-            assert all(is_held(p) for p in weights), "stepped whole"
+        assert wire is None or step < 3 or len(run.held) == len(run.slots), "stepped whole"
         for group in optimizer.param_groups:
             group["lr"] = group["lr"] and group["lr"] * 0.9
-        if loopback is not None:
-            loopback.release()
+        run.let()
         if evaluates and step % 4 == 3:
-            training.flush()
+            if wire is not None:
+                run.session.flush()
             optimizer.eval()
-    training.flush()
-    return training
+    return run
 
 
-def outcomes(name: str) -> Iterator[tuple[dict[str, Any], str]]:
+def outcomes(name: str) -> Iterator[tuple[dict[str, Any], list[str]]]:
     for arguments in ({}, *VARIANTS[name]):
         arguments = {**NEEDS.get(name, {}), **arguments}
-        loopback = Loopback(timeout_s=TIMEOUT_S)
-        try:
-            ours = trained(loopback, found(name), arguments)
-            plain = trained(None, found(name), arguments)
-            check_equal(ours, plain)
-            groups = [training.optimizer.state_dict()["param_groups"] for training in (ours, plain)]
-            assert groups[0] == groups[1]
-            yield arguments, ""
-        except Exception as error:  # noqa: BLE001 - the test shows it
-            yield arguments, f"{type(error).__name__}: {error}"
-        finally:
-            loopback.release()
-            loopback.close()
+        ours = trained(FakeWire(size=1), found(name), arguments)
+        plain = trained(None, found(name), arguments)
+        wrong = ours.differences(plain)
+        groups = [run.optimizer.state_dict()["param_groups"] for run in (ours, plain)]
+        if groups[0] != groups[1]:
+            wrong.append("groups differ")
+        yield arguments, wrong
+        ours.close()
 
 
 if __name__ == "__main__":
     assert VARIANTS.keys() == KNOWN.keys()
     for name in KNOWN:
-        for arguments, error in outcomes(name):
-            print(json.dumps({"name": name, "arguments": arguments, "error": error}), flush=True)
+        for arguments, wrong in outcomes(name):
+            print(json.dumps({"name": name, "arguments": arguments, "wrong": wrong}), flush=True)

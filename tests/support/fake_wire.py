@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from operator import eq
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from access_order import Order
 from fake_cuda import CUDA, Clock
-from looped import inputs, mlp
 from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -24,7 +24,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bytesched.config import Config
 from bytesched.errors import SchedulerTimeout
-from bytesched.observe import Observer, Observers
+from bytesched.observe import Observers
+from bytesched.plugins.planned.beginning import add_optimizer, why_whole
 from bytesched.plugins.planned.buckets import Bucket
 from bytesched.plugins.planned.bundles import Slot
 from bytesched.plugins.planned.cutting import cut_whole
@@ -178,6 +179,15 @@ def alone() -> Iterator[None]:
         dist.destroy_process_group()
 
 
+def mlp() -> nn.Sequential:
+    torch.manual_seed(7)
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.Linear(16, 4))
+
+
+def inputs(step: int) -> Tensor:
+    return torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
+
+
 def sgd(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
@@ -213,12 +223,12 @@ class Run:
     compression: str = "none"
     guard: bool = True
     timeout_s: float = 100.0
-    #: a plain module, and no DDP
+    #: a plain module, and no DDP; parameters of it may get no gradient
     is_plain: bool = False
+    find_unused: bool = False
     bucket_bytes: int = 600
     chunk_bytes: int = 300
     ddp: dict[str, Any] = field(default_factory=dict)
-    observers: Sequence[Observer] = ()
     #: what the script has read
     seen: list[Tensor] = field(default_factory=list)
 
@@ -236,22 +246,25 @@ class Run:
             if self.compression != "none" and not self.is_plain:
                 self.model.register_comm_hook(None, _HOOKS[self.compression])
             return
-        config = Config(
+        self.config = config = Config(
             policy=self.policy,
             timeout_s=self.timeout_s,
             compression=self.compression,
+            cross_barrier=self.cross,
             guard=self.guard,
         )
         setting = Setting(self.chunk_bytes, 2 * self.chunk_bytes)
-        terms = Terms(self.slots, config, self.wire, Observers(self.observers), setting)
+        terms = Terms(self.slots, config, self.wire, Observers(), setting)
         self.session: Any
         if self.is_plain:
-            self.session = HookedSession(self.model, terms, sync=lambda: True, find_unused=False)
+            self.session = HookedSession(
+                self.model, terms, sync=lambda: True, find_unused=self.find_unused
+            )
         else:
             self.session = DdpSession(
                 self.model, self.model, terms, cut=partial(cut_whole, chunk_bytes=self.chunk_bytes)
             )
-        self.session.add_optimizer(self.optimizer, type(self.optimizer), cross=self.cross)
+        self.add_optimizer(self.optimizer)
         if self.order is not None:
             self.order.names.append(self._names)
             self.order.slots += self.slots
@@ -260,6 +273,13 @@ class Run:
             rounds.round_ends = partial(self._round_ends, self.order, rounds.round_ends)
             if (coding := rounds.sending._coding) is not None:
                 coding.decode = self.order.bringing()(coding.decode)
+
+    def add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Another one of the session, if there is one."""
+        if self.wire is not None:
+            kind = type(optimizer)
+            why = why_whole(self.model, optimizer, kind, self.config)
+            add_optimizer(self.session, optimizer, kind, why)
 
     @staticmethod
     def _round_ends(
@@ -344,8 +364,10 @@ class Run:
             if not torch.equal(parameter, theirs):
                 found.append(f"{name} differs")
             state, other = self.optimizer.state[parameter], plain.optimizer.state[theirs]
-            if any(not torch.equal(state[key], other[key]) for key in other):
-                found.append(f"the state of {name} differs")
+            for key, value in other.items():
+                same = torch.equal if torch.is_tensor(value) else eq
+                if not same(state[key], value):
+                    found.append(f"the state of {name} differs")
         return found
 
     def close(self) -> None:

@@ -9,36 +9,34 @@ tensor must return that for a pending one.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import faulthandler
 import random
-import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
 import torch
 from drawn_optimizers import LATE_STEPS, SETTINGS, UNKNOWN, Own, made, stepped
-from loopback import Loopback
-from looped import inputs, mlp
+from fake_wire import FakeWire, inputs
+from fake_wire import Run as Training
 from torch import Tensor
 from training import differences, frozen
 
 from bytesched.plugins.proxies.entries import guard_entries
 
-#: how long a step stays on the wire: a read that does not wait for it sees old values
-WIRE_S = 0.004
 STEPS = 5
+#: more chunks than a round has: so many at most have not come when something is used
+LATE_CHUNKS = 12
 #: a sequence takes a fraction of a second: one that takes longer than this hangs
 HANGS_S = 300.0
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),
-    "adamw": lambda model: torch.optim.AdamW(model.parameters(), lr=0.01),
-    "rmsprop": lambda model: torch.optim.RMSprop(model.parameters(), lr=0.01, foreach=True),
+    "sgd": partial(torch.optim.SGD, lr=0.05, momentum=0.9),
+    "adamw": partial(torch.optim.AdamW, lr=0.01),
+    "rmsprop": partial(torch.optim.RMSprop, lr=0.01, foreach=True),
 }
 #: of sequences, whose optimizer is of a class that torch does not have
 UNKNOWN_SHARE = 0.3
@@ -147,40 +145,38 @@ def seen(value: Any) -> Any:
 
 @dataclass
 class Run:
-    """One training, plain or over a Loopback; both make the same choices for one seed."""
+    """One training, with a session or without; both make the same choices for one seed.
+
+    A read that does not wait for what is under way sees old values.
+    """
 
     seed: int
-    loopback: Loopback | None
+    is_ours: bool
     #: name of an optimizer in `drawn_optimizers`; empty: one of torch's
     unknown: str = ""
     records: list[tuple[str, Any]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._choose = random.Random(self.seed)
-        self._model: Any = mlp()
-        if self.unknown:
-            random.seed(3)
-            np.random.seed(3)
-            SETTINGS["rate"] = 1.0
-            self._optimizer = made(self.unknown, list(self._model.parameters()))
-        else:
-            self._optimizer = OPTIMIZERS[self._choose.choice(sorted(OPTIMIZERS))](self._model)
+        self._choose, self._comes = random.Random(self.seed), random.Random(self.seed)
+        wire = FakeWire(size=1) if self.is_ours else None
+        self.training = Training(wire, is_plain=True, optimizer_of=self._made)
+        self._model, self._optimizer = self.training.model, self.training.optimizer
         self._kept: list[tuple[str, Any]] = []
-        if self.loopback is not None:
-            self._session = self.loopback.wrap(
-                self._model, self._optimizer, partition_bytes=256, credit_bytes=512, timeout_s=100.0
-            )
+
+    def _made(self, parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
+        if not self.unknown:
+            return OPTIMIZERS[self._choose.choice(sorted(OPTIMIZERS))](parameters)
+        random.seed(3)
+        np.random.seed(3)
+        SETTINGS["rate"] = 1.0
+        weights: list[Any] = [*parameters]
+        return made(self.unknown, weights)
 
     def train(self) -> None:
         for step in range(LATE_STEPS if self.unknown == "Late" else STEPS):
-            with self._slow_wire() if step > 1 else contextlib.nullcontext():
-                self._one_step(step)
+            self._one_step(step)
         self.records.append(("weights", seen(list(self._model.parameters()))))
         self.records += [(f"kept {name}", seen(value)) for name, value in self._kept]
-
-    def close(self) -> None:
-        if self.loopback is not None:
-            self._session.close()
 
     def _one_step(self, step: int) -> None:
         zeroed = self._choose.choice(["none", "zero", "model", "never"])
@@ -212,6 +208,7 @@ class Run:
     def _use(self, tensors: list[Tensor], what: str) -> None:
         reads, writes = catalogue()
         for _ in range(self._choose.randrange(4)):
+            self.training.let(but=self._comes.randrange(LATE_CHUNKS))
             tensor = self._choose.choice(tensors)
             if self._choose.random() < 0.2:
                 use = self._choose.choice(writes)
@@ -229,45 +226,18 @@ class Run:
             except Exception as error:  # noqa: BLE001 - as the plain run does
                 self.records.append((name, type(error).__name__))
 
-    @contextlib.contextmanager
-    def _slow_wire(self) -> Iterator[None]:
-        """What is sent inside arrives late, or when the step is over."""
-        if self.loopback is None:
-            yield
-            return
-        over = threading.Event()
-
-        def deliver() -> None:
-            assert self.loopback is not None
-            while not over.is_set():
-                self.loopback.hold()
-                over.wait(WIRE_S)
-                self.loopback.release()
-                over.wait(WIRE_S / 4)
-
-        wire = threading.Thread(target=deliver)
-        wire.start()
-        try:
-            yield
-        finally:
-            over.set()
-            wire.join()
-            self.loopback.release()
-
 
 def fuzzed(seed: int, unknown_share: float = UNKNOWN_SHARE) -> list[str]:
     """Where a scheduled run of the sequence ``seed`` differs from the plain one."""
     choose = random.Random(f"optimizer of {seed}")
     unknown = choose.choice(sorted(UNKNOWN)) if choose.random() < unknown_share else ""
-    plain = Run(seed, None, unknown)
+    plain = Run(seed, False, unknown)
     plain.train()
-    loopback = Loopback(timeout_s=100.0)
-    ours = Run(seed, loopback, unknown)
+    ours = Run(seed, True, unknown)
     try:
         ours.train()
     finally:
-        ours.close()
-        loopback.close()
+        ours.training.close()
     found: list[str] = []
     for index, ((name, expected), (_, got)) in enumerate(
         zip(plain.records, ours.records, strict=True)

@@ -1,4 +1,4 @@
-"""Sessions whose wire is a thread of this process, and programs in a process of their own.
+"""Sessions whose wire is in this process, and programs in a process of their own.
 
 Torch is imported where a session is asked for.
 """
@@ -18,8 +18,7 @@ from bytesched import cli
 from bytesched.kvstore import Ended, Key
 
 if TYPE_CHECKING:
-    from loopback import Loopback
-    from looped import Training
+    from fake_wire import Run
 
 # Examples take as long as the machine lets them.
 settings.register_profile("suite", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -90,36 +89,20 @@ def held_store() -> HeldStore:
 
 
 @pytest.fixture
-def loopback() -> Iterator[Loopback]:
-    """One rank; `hold()` keeps its chunks on the wire until `release()`."""
-    from loopback import Loopback
-    from looped import TIMEOUT_S
+def pair() -> Iterator[Callable[..., tuple[Run, Run]]]:
+    """A plain module's run, with nothing under way, and the same without a session."""
+    from fake_wire import FakeWire, Run
 
-    loopback = Loopback(timeout_s=TIMEOUT_S)
-    yield loopback
-    loopback.release()
-    loopback.close()
+    runs: list[Run] = []
 
+    def make(steps: int = 2, **options: Any) -> tuple[Run, Run]:
+        ours, plain = (Run(wire, is_plain=True, **options) for wire in (FakeWire(), None))
+        runs.append(ours)
+        for run in (ours, plain):
+            run.train(steps)
+        ours.session.flush()
+        return ours, plain
 
-@pytest.fixture
-def ours(loopback: Loopback) -> Iterator[Training]:
-    """Two steps old: its chunks are cut, and nothing is on the wire."""
-    from looped import Training
-
-    ours = Training(loopback)
-    ours.train(2)
-    ours.flush()
-    yield ours
-    loopback.release()
-    assert ours.session is not None
-    ours.session.close()
-
-
-@pytest.fixture
-def plain() -> Training:
-    """The same without a session."""
-    from looped import Training
-
-    plain = Training()
-    plain.train(2)
-    return plain
+    yield make
+    for run in runs:
+        run.close()

@@ -107,4 +107,4 @@ def test_known_optimizers_of_other_packages_have_the_bits_of_plain_training_defe
     assert trained.returncode == 0, trained.stderr[-6000:]
     outcomes = [json.loads(line) for line in trained.stdout.splitlines()]
     assert {outcome["name"] for outcome in outcomes} == KNOWN.keys()
-    assert [outcome for outcome in outcomes if outcome["error"]] == []
+    assert [outcome for outcome in outcomes if outcome["wrong"]] == []

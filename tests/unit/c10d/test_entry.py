@@ -10,7 +10,7 @@ import pytest
 from together import together
 from torch._C._distributed_c10d import HashStore
 
-from bytesched.errors import MismatchError, PluginError, SchedulerTimeout
+from bytesched.errors import MismatchError
 from bytesched.plugins.c10d import announcing, entry
 from bytesched.plugins.c10d.announcing import Announcement
 from bytesched.plugins.c10d.entry import Entry
@@ -42,24 +42,6 @@ def outcome(work: Callable[[], None]) -> str:
     return "entered"
 
 
-@pytest.mark.parametrize("stage", [0, 1])
-def test_an_error_of_one_rank_is_known_to_the_other(group: Make, stage: int) -> None:
-    def enter(rank: int) -> str:
-        def agree() -> None:
-            with Entry(group(rank)) as ranks:
-                if stage:
-                    ranks.agree(["same"], TIMEOUT_S)
-                if rank:
-                    raise PluginError("no such model")
-                ranks.agree([], TIMEOUT_S)
-
-        return outcome(agree)
-
-    first, second = together(enter)
-    assert second == "PluginError: no such model"
-    assert first == "MismatchError: rank 1 does not wrap: PluginError: no such model"
-
-
 def test_one_that_declines_is_known_at_once_among_many(group: Make) -> None:
     """The fourth never comes."""
 
@@ -72,11 +54,6 @@ def test_one_that_declines_is_known_at_once_among_many(group: Make) -> None:
     first, second, third = together(enter, 3)
     assert second == "entered"
     assert first == third == "MismatchError: rank 1 does not wrap: enabled is off"
-
-
-def test_one_that_does_not_come_is_named(group: Make) -> None:
-    with pytest.raises(SchedulerTimeout, match="rank 1 did not come to"):
-        Entry(group(0)).agree([], timeout_s=0.1)
 
 
 def test_the_next_entry_is_another(group: Make) -> None:

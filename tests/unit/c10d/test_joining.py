@@ -1,8 +1,7 @@
-"""Groups of one session: opened in turn, compared over Gloo, closed together on an error."""
+"""Groups of one session: opened in turn, closed together on an error."""
 
 from __future__ import annotations
 
-import socket
 from typing import Any
 
 import pytest
@@ -10,29 +9,24 @@ import torch
 from connected import two_connected
 
 from bytesched.config import Config
-from bytesched.errors import MismatchError, PeerLost, TransportError
+from bytesched.errors import PeerLost, TransportError
 from bytesched.plugins.c10d.buffers import BufferBroadcast
 from bytesched.plugins.c10d.joining import Joining
 from bytesched.plugins.failures import Failures
 
 
 class FakeGroup:
-    """Two ranks, of which the other one has made ``statements``."""
+    """Of two ranks; what is called of it is written down."""
 
     def __init__(self, name: str, calls: list[str]) -> None:
         self.name = name
         self.rank = 0
-        self.others_text: str | None = None
         self.hosts: list[str] = []
         self._calls = calls
 
-    def is_same(self, text: str) -> bool:
-        self._calls.append(f"{self.name} compares")
-        return self.others_text in (None, text)
-
     def gather_text(self, key: str, text: str) -> list[str]:
         self._calls.append(f"{self.name} gathers {key}")
-        return [text, text if self.others_text is None else self.others_text]
+        return [text, text]
 
     def leave_note(self, text: str) -> None:
         self._calls.append(f"{self.name} notes {text}")
@@ -58,20 +52,6 @@ def ranks(calls: list[str]) -> Joining:
         return FakeGroup(purpose, calls)
 
     return Joining(opened, Config())
-
-
-def test_what_was_joined_stays_open(ranks: Joining, calls: list[str]) -> None:
-    with ranks:
-        ranks.open("data", "nccl")
-        ranks.open("control")
-        ranks.agree(["one model"])
-        assert not ranks.observers()
-    assert calls == [
-        "open data on nccl",
-        "open control on gloo",
-        "control gathers host",
-        "control compares",
-    ]
 
 
 def test_a_group_that_cannot_be_opened_closes_the_others(ranks: Joining, calls: list[str]) -> None:
@@ -101,19 +81,6 @@ def test_an_error_closes_all_groups(ranks: Joining, calls: list[str]) -> None:
         join()
     # The note of a rank that only lost another one would hide the reason.
     assert calls[3:] == ["control breaks", "control closes", "data breaks", "data closes"]
-
-
-def test_ranks_that_differ_do_not_begin(ranks: Joining, calls: list[str]) -> None:
-    def join() -> None:
-        with ranks:
-            control: Any = ranks.open("control")
-            assert control.hosts == [socket.gethostname()] * 2
-            control.others_text = '["theirs"]'
-            ranks.agree(["mine"])
-
-    with pytest.raises(MismatchError, match="rank 0 has 'mine', rank 1 has 'theirs'"):
-        join()
-    assert calls[-1] == "control closes"
 
 
 def test_a_broadcast_that_this_rank_has_broken_itself_raises_why() -> None:

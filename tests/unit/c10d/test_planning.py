@@ -15,6 +15,8 @@ from bytesched.config import Config
 from bytesched.errors import PluginError
 from bytesched.plugins.c10d.entry import Entry
 from bytesched.plugins.c10d.planning import attach_planned, why_not_sharded
+from bytesched.plugins.planned.beginning import slots_of
+from bytesched.plugins.planned.bundles import Slot
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -80,6 +82,26 @@ def test_sizes_are_those_that_were_asked_for(
     assert len(sizes) == buckets
     assert any(len(chunks) > 1 for chunks in sizes) == is_cut
     assert max(map(max, sizes)) <= 1.5 * (partition_bytes or 1936)
+
+
+@pytest.mark.parametrize(
+    ("trained", "said"),
+    [
+        (lambda model: model[2].to("meta"), r"several devices: \['cpu', 'meta'\]"),
+        (lambda _: mlp(), "the optimizer has no parameter of this model"),
+    ],
+    ids=["two devices", "the optimizer of another"],
+)
+def test_what_cannot_be_planned_is_refused(trained: Any, said: str) -> None:
+    ddp = DistributedDataParallel(mlp())
+    with pytest.raises(PluginError, match=said):
+        attached(ddp, sgd(trained(ddp.module).parameters()))
+
+
+def test_a_model_that_does_not_train_is_refused() -> None:
+    model = mlp().requires_grad_(False)
+    with pytest.raises(PluginError, match="no parameter that requires a gradient"):
+        slots_of(model, sgd(model.parameters()), kind=Slot)
 
 
 class Own(nn.Parameter):

@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import logging
 import sys
-import threading
-from collections.abc import Callable
-from functools import partial
-from time import perf_counter, perf_counter_ns
+from time import perf_counter, perf_counter_ns, sleep
 from typing import Any
-from unittest.mock import patch
 
 import pytest
-from loopback import Loopback
-from looped import Training
-from torch import nn
+from fake_wire import FakeWire, FakeWork, Run
+from torch import Tensor, nn
 
 from bytesched.busy import Busy
 from bytesched.observe import Observers
@@ -136,77 +131,65 @@ def test_nothing_is_blamed_that_was_there_or_when_looking_took_too_long() -> Non
     assert there.worst == late.worst == ""
 
 
-STEPS = 4
+class Late(FakeWire):
+    """However slow the machine is, as much is left to wait for as was hidden."""
+
+    began_s = 0.0
+
+    def start(self, tensor: Tensor, key: str = "") -> FakeWork:
+        self.began_s = self.began_s or perf_counter()
+        return super().start(tensor, key)
+
+    def wait(self, work: FakeWork, task: str) -> None:
+        if self.began_s and not work.is_over:
+            sleep(max(0.02, perf_counter() - self.began_s))
+            self.began_s = 0.0
+            self.let()
+        super().wait(work, task)
 
 
-def reason(loopback: Loopback, before_step: Callable[[Training], object], **fields: Any) -> str:
-    """What the figures say of a training whose gradients are late."""
-    training = Training(loopback, **fields)
-    assert training.session is not None
-    meter = training.session._meter
-    moment = meter.moment
-
-    def begins_to_wait(releases: list[threading.Timer], began_s: float) -> int:
-        found = moment()
-        if not releases:
-            # However slow the machine is, as much is left to wait for as was hidden.
-            late_s = max(0.02, perf_counter() - began_s)
-            releases.append(threading.Timer(late_s, loopback.release))
-            releases[0].start()
-        return found
-
-    training.train()
-    for _ in range(STEPS):
-        loopback.hold()
-        began_s = perf_counter()
-        training.backward()
-        releases: list[threading.Timer] = []
-        with patch.object(meter, "moment", partial(begins_to_wait, releases, began_s)):
-            before_step(training)
-            training.optimizer.step()
-        begins_to_wait(releases, began_s)
-        releases[0].join()
-    training.flush()
-    said = str(training.session.stats()["reason"])
-    training.session.close()
-    return said
+def nothing(run: Run) -> None:
+    pass
 
 
-def test_a_line_that_reads_all_gradients_is_named(loopback: Loopback) -> None:
-    def clip(training: Training) -> None:
-        nn.utils.clip_grad_norm_(training.model.parameters(), 1.0)
-
-    line = clip.__code__.co_firstlineno + 1
-    assert reason(loopback, clip) == f"clip_grad_norm_ reads all gradients (test_figures.py:{line})"
+def clip(run: Run) -> None:
+    nn.utils.clip_grad_norm_(run.model.parameters(), 1.0)
 
 
-def test_a_line_that_reads_one_gradient_is_named(loopback: Loopback) -> None:
-    def log(training: Training) -> None:
-        float(training.model[0].weight.grad.sum())
-
-    line = log.__code__.co_firstlineno + 1
-    assert reason(loopback, log).endswith(f"reads 0.weight.grad (test_figures.py:{line})")
+def log(run: Run) -> None:
+    float(run.model.module[0].weight.grad.sum())
 
 
-def test_a_hook_in_front_of_the_step_is_named(loopback: Loopback) -> None:
-    def hook(training: Training) -> None:
-        training.optimizer.register_step_pre_hook(lambda *_: None)
-
-    assert reason(loopback, hook) == "a pre-hook of step() was registered after the wrap"
+def hook(run: Run) -> None:
+    run.optimizer.register_step_pre_hook(lambda *_: None)
 
 
-def test_a_setting_is_named(loopback: Loopback) -> None:
-    said = reason(loopback, lambda training: None, cross_barrier=False)
-    assert said == "cross_barrier is off"
+def wait(run: Run) -> None:
+    run.session.wait_reduced()
 
 
-def test_nothing_is_explained_where_much_crosses(loopback: Loopback) -> None:
-    assert reason(loopback, lambda training: None) == ""
-
-
-def test_what_was_waited_for_in_front_of_step_is_not_called_hidden(loopback: Loopback) -> None:
-    def wait(training: Training) -> None:
-        assert training.session is not None
-        training.session.wait_reduced()
-
-    assert reason(loopback, wait) == "the rest had arrived before step()"
+@pytest.mark.parametrize(
+    ("before_step", "options", "reason"),
+    [
+        (nothing, {}, ""),
+        (clip, {}, "clip_grad_norm_ reads all gradients ({line})"),
+        (log, {}, "the script reads module.0.weight.grad ({line})"),
+        (hook, {}, "a pre-hook of step() was registered after the wrap"),
+        (nothing, {"cross": False}, "cross_barrier is off"),
+        (wait, {}, "the rest had arrived before step()"),
+    ],
+)
+def test_where_little_crosses_the_reason_is_named(
+    before_step: Any, options: dict[str, Any], reason: str
+) -> None:
+    run = Run(Late(), is_plain=True, **options)
+    run.train()
+    for _ in range(4):
+        run.optimizer.zero_grad()
+        run.backward()
+        before_step(run)
+        run.optimizer.step()
+    run.session.flush()
+    line = f"test_figures.py:{before_step.__code__.co_firstlineno + 1}"
+    assert run.session.stats()["reason"] == reason.format(line=line)
+    run.close()

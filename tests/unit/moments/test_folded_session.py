@@ -103,20 +103,6 @@ def _bucket_bytes(folded: Folded) -> int:
     return sum(bucket.buffer.nbytes for bucket in folded.session.source.buckets)
 
 
-def test_a_state_that_was_there_before_is_gone_on_from(folded: Folded) -> None:
-    other = Folded()
-    for number in range(2):
-        folded.mini_batch(number)
-    other.model.load_state_dict(folded.model.state_dict())
-    other.optimizer.load_state_dict(copy.deepcopy(folded.optimizer.state_dict()))
-    for each in (folded, other):
-        each.mini_batch(2)
-        each.session.flush()
-    pairs = zip(folded.model.parameters(), other.model.parameters(), strict=True)
-    assert all(torch.allclose(mine, theirs, atol=1e-6) for mine, theirs in pairs)
-    other.session.close()
-
-
 def test_in_a_forked_child_gradients_are_ordinary_ones(folded: Folded) -> None:
     folded.mini_batch(0)
     folded.session.flush()

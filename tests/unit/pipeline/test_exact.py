@@ -129,26 +129,6 @@ def test_a_period_that_was_not_refuted_is_not_called_the_shortest() -> None:
     assert not found.shortest
 
 
-@pytest.mark.parametrize("memory", [2, 3, 4])
-@pytest.mark.parametrize("split", [False, True])
-@pytest.mark.one_in(3)
-def test_a_repetend_repeats(split: bool, memory: int) -> None:
-    pipeline = Pipeline((Stage(2, 1, 1, 1, 2, 0),) * 4, (0, 1, 1, 0), Link(4.0), 1)
-    ticks = Ticks.of(pipeline, split)
-    patterns = repetend(ticks, memory, Budget(60), 1.0)
-    assert patterns
-    for found in patterns:
-        assert found.memory_bytes <= memory
-        for rank in range(ticks.ranks):
-            busy = _busy(ticks, rank, found.starts, found.period)
-            assert len(busy) == len(set(busy))
-            assert _held(ticks, rank, found.starts, found.period) <= found.memory_bytes
-        for n, block in enumerate(ticks.blocks):
-            for needed, gap in block.needs:
-                over = found.starts[needed] + ticks.blocks[needed].duration
-                assert found.starts[n] >= over + gap
-
-
 def _held(ticks: Ticks, rank: int, starts: tuple[int, ...], period: int) -> int:
     """The most that a rank holds once micro-batches keep coming, moment by moment."""
     turns = max(starts) // period + 3

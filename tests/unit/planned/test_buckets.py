@@ -84,21 +84,6 @@ def test_a_chunk_is_named_by_its_parameters() -> None:
     assert bucket_of(*parameters_of(2), names=()).chunks[0].name == "a parameter"
 
 
-def test_it_knows_its_memory() -> None:
-    bucket = bucket_of(*parameters_of(4))
-    assert bucket.is_of(bucket.buffer.detach())
-    assert not bucket.is_of(bucket.buffer[:2])
-    assert not bucket.is_of(bucket.buffer.clone())
-
-
-def test_a_gradient_in_it_is_laid_out_as_its_parameter() -> None:
-    """The reducer copies in the order of memory, whatever the strides."""
-    parameter = nn.Parameter(torch.zeros(2, 3, 4, 5).to(memory_format=torch.channels_last))
-    [member] = bucket_of(parameter).members
-    assert member.view.shape == parameter.shape
-    assert member.view.stride() == parameter.stride()
-
-
 # -- gradients -------------------------------------------------------------------------
 
 
@@ -144,6 +129,16 @@ def test_a_gradient_of_another_class_gets_the_sum_and_keeps_its_class() -> None:
     assert type(own) is Own
 
 
+def test_a_gradient_that_was_handed_back_is_not_written_by_later_sums() -> None:
+    [parameter] = parameters_of(2)
+    bucket = bucket_of(parameter)
+    for sums in (1.0, 9.0):
+        bucket.buffer.fill_(sums)
+        bucket.hand_back()
+    assert parameter.grad is not None
+    assert parameter.grad.tolist() == [1.0] * 2
+
+
 # -- where they are cut ----------------------------------------------------------------
 
 
@@ -161,12 +156,6 @@ def test_parts_are_alike_and_of_about_the_size(
     mean_bytes = numel * element_bytes / len(sizes)
     assert mean_bytes <= 1.5 * chunk_bytes or len(sizes) == numel
     assert mean_bytes >= chunk_bytes / 1.5 or len(sizes) == 1
-
-
-def test_without_a_size_there_is_one_chunk() -> None:
-    assert cut_whole([], [], torch.empty(1000), chunk_bytes=0) == [Cut(1000)]
-    cuts = cut_whole([], [], torch.empty(1000), chunk_bytes=1000)
-    assert [cut.end for cut in cuts] == [250, 500, 750, 1000]
 
 
 @given(

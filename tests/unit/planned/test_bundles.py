@@ -66,6 +66,7 @@ def test_parameters_over_one_memory_are_updated_together() -> None:
     slots.append(Slot("empty, too", nn.Parameter(torch.zeros(0))))
     bundles = bundled(slots, each(len(slots)))
     assert slots[20].bundle is slots[0].bundle
+    assert slots[0].known_uses == slots[20].known_uses == ALONE + 1
     assert [slot.name for slot in bundles[0].slots] == ["0", "tied"]
     assert len(bundles) > 5
 
@@ -101,21 +102,15 @@ def member_of(slot: Slot, value: float) -> Any:
     return SimpleNamespace(view=torch.full_like(slot.parameter, value), chunks=[])
 
 
-@pytest.mark.parametrize("is_trained", [False, True])
-def test_an_update_sees_where_parameter_and_gradient_have_moved(is_trained: bool) -> None:
+def test_an_update_reads_the_gradient_that_was_taken_last() -> None:
     [slot] = slots_of(3)
-    slot.parameter.requires_grad_(is_trained)
-    slot.take(member_of(slot, 2.0))
-    alias, other = slot.alias, member_of(slot, 3.0)
-    assert (type(alias), alias.requires_grad) == (nn.Parameter, is_trained)
-    assert not slot.take(other)
-    assert slot.alias is alias
-    assert alias.grad is other.view
-    slot.parameter.data = torch.ones(3)
-    assert slot.take(other)
-    assert slot.alias is not alias
-    assert slot.alias.data_ptr() == slot.parameter.data_ptr()
-    assert slot.alias.grad is other.view
+    for value in (1.0, 2.0):
+        member = member_of(slot, value)
+        slot.take(member)
+        assert slot.alias.grad is member.view
+    assert slot.known_uses == ALONE + 1
+    slot.forget()
+    assert slot.known_uses == ALONE
 
 
 def test_uses_of_memory_that_is_no_more_are_not_counted() -> None:

@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from access_order import Order
-from fake_cuda import CUDA, WORK_S, FakeCuda, FakeStream, fake_cuda
+from fake_cuda import CUDA, WORK_S, FakeCuda, FakeStream
 from fake_wire import FakeWire, FakeWork
 
 from bytesched.plugins.planned.clocks import PROBE, DeviceClock, HostClock
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture
-def cuda() -> Iterator[FakeCuda]:
-    with fake_cuda() as device:
-        yield device
 
 
 def test_where_it_does_not_it_waits_for_sums_with_names(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -38,7 +30,7 @@ def test_where_it_does_not_it_waits_for_sums_with_names(monkeypatch: pytest.Monk
     assert len(set(keys)) == len(keys) > 2
 
 
-def test_a_moment_of_a_device_is_behind_what_is_queued(cuda: FakeCuda) -> None:
+def test_a_moment_of_a_device_is_behind_what_is_queued(device: FakeCuda) -> None:
     clock = DeviceClock(CPU)
     with CUDA.on(FakeStream()):
         began = clock.moment()
@@ -48,7 +40,7 @@ def test_a_moment_of_a_device_is_behind_what_is_queued(cuda: FakeCuda) -> None:
     assert clock.seconds(began, ended) == pytest.approx(3 * WORK_S)
 
 
-def test_a_device_is_probed_by_sums_of_which_the_first_does_not_count(cuda: FakeCuda) -> None:
+def test_a_device_is_probed_by_sums_of_which_the_first_does_not_count(device: FakeCuda) -> None:
     wire = FakeWire(has_streams=True, order=Order())
     clock = DeviceClock(CPU)
     per_byte = clock.seconds_per_byte(clock.probe(wire))

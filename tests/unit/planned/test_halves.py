@@ -219,30 +219,6 @@ def test_a_norm_that_was_asked_before_needs_no_gradient(two: Two) -> None:
     assert torch.equal(two.ranks[0].norms()[0], found[0])
 
 
-def unscaled(rank: Rank, scale: float = 4.0) -> tuple[bool, Any]:
-    found_inf, inverse = torch.zeros(1), torch.full((1,), 1 / scale)
-    func = torch._amp_foreach_non_finite_check_and_unscale_
-    if rank.ask(func, rank.grads, found_inf, inverse) is NotImplemented:
-        return False, NotImplemented
-    return bool(found_inf), rank.norms()
-
-
-def test_a_norm_of_what_was_scaled_before(two: Two) -> None:
-    # What comes after a change is foreseen when it has come twice.
-    for _ in range(3):
-        two.round(unscaled)
-    two.backward()
-    expected = torch._foreach_norm([one.mul(0.25) for one in two.sums])
-    for rank in two.ranks:
-        found_inf, found = unscaled(rank)
-        assert not found_inf
-        assert all(map(torch.equal, found, expected))
-    two.finish()
-    two.ranks[0].land()
-    two.backward()
-    assert unscaled(two.ranks[0], 8.0) == (False, NotImplemented)
-
-
 def test_after_a_step_has_taken_it_a_gradient_is_not_changed_here(two: Two) -> None:
     two.round(Rank.norms)
     two.backward()
@@ -251,6 +227,11 @@ def test_after_a_step_has_taken_it_a_gradient_is_not_changed_here(two: Two) -> N
     assert rank.ask(torch._foreach_mul_, rank.grads, 2.0) is NotImplemented
     assert rank.norms() is NotImplemented
     assert rank.ask(torch._foreach_mul_, rank.grads[1:], 2.0) is None
+    two.finish()
+    for one in two.ranks:
+        one.land()
+    two.backward()
+    assert rank.norms() is not NotImplemented, "in another round"
 
 
 def test_a_question_that_fails_on_other_gradients_is_not_answered(two: Two) -> None:

@@ -146,6 +146,14 @@ def some_have_come(run: Run) -> None:
         run.let(but=2)
 
 
+def changed_beside_one_that_is_read(run: Run) -> None:
+    """In one bucket, and not in one bundle."""
+    for _ in range(4):
+        run.train()
+        run.see(run.model.module[3].bias.grad)
+        run.model.module[2].bias.grad.mul_(0.5)
+
+
 def stepped_twice(run: Run) -> None:
     run.train(3)
     run.optimizer.step()
@@ -185,7 +193,8 @@ def used_first_elsewhere(run: Run) -> None:
 SCRIPTS: tuple[Script, ...] = (
     *(usual, zeroed, zeroed_without_a_step, read_before_the_step, read_after_the_step),
     *(written_again_without_a_step, accumulated, a_regulariser_between, the_module_beside),
-    *(weights_by_hand, kept, aliased, some_have_come, stepped_twice),
+    *(weights_by_hand, kept, aliased, some_have_come, changed_beside_one_that_is_read),
+    stepped_twice,
 )
 #: `no_sync()`; and a part of the model by itself, which is a round without some gradients elsewhere
 OF_DDP: tuple[Script, ...] = (accumulated, the_module_beside)

@@ -300,6 +300,7 @@ def test_other_buckets_begin_again(renewed: Sequence[int], rounds: int | None) -
         job.round()
     if rounds is None:
         assert job.stages == [Stage.DIFFERENT] * 2
+        assert [rank.planning._times for rank in job.ranks] == [[], []]
     else:
         assert None not in job.orders
 

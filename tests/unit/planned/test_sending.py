@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from bytesched.plugins.planned.buckets import Bucket, Chunk
 from bytesched.plugins.planned.coding import coding_of
 from bytesched.plugins.planned.cutting import Cut
 from bytesched.plugins.planned.sending import Sending, refuse_capture
-from bytesched.plugins.planned.wire import HOST
+from bytesched.plugins.planned.wire import HOST, GroupWire
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -139,28 +140,6 @@ def test_a_round_that_was_left_holds_nothing_back_from_the_next() -> None:
 # -- waits -----------------------------------------------------------------------------
 
 
-def test_a_chunk_is_waited_for_once_on_the_host() -> None:
-    sent = Sent(torch.ones(2))
-    sent.round()
-    assert sent.wait(0).tolist() == [2.0, 1.0]
-    first, second = sent.chunks
-    assert (first.landed_on, first.work, second.landed_on) == (HOST, None, None)
-    sent.wire.error = AssertionError("it is here")
-    sent.wait(0)
-
-
-def test_and_once_on_each_stream() -> None:
-    sent = Sent(torch.ones(1), has_streams=True)
-    sent.round()
-    for stream in (CUDA.default, FakeStream(), CUDA.default):
-        with CUDA.on(stream):
-            sent.wait()
-            assert sent.chunks[0].landed_on == stream.cuda_stream
-            assert sent.chunks[0].work is not None
-    sent.wire.error = AssertionError("it is here")
-    sent.wait()
-
-
 def test_a_chunk_that_was_held_back_is_issued_after_it_is_ready() -> None:
     sent = Sent(torch.ones(1), torch.ones(1), order=[1, 0], has_streams=True)
     sent.sending.round_begins()
@@ -176,6 +155,16 @@ def test_a_chunk_that_was_held_back_is_issued_after_it_is_ready() -> None:
     assert after(issued, filled)
     # And after nothing that has come since.
     assert not after(issued, later)
+
+
+def test_process_groups_know_where_kernels_are_queued() -> None:
+    group = Mock(size=2)
+    host, wire = (GroupWire(group, group, (), torch.device(name)) for name in ("cpu", "cuda:0"))
+    assert (host.has_streams, host.stream()) == (False, HOST)
+    assert wire.has_streams
+    for stream in (CUDA.default, FakeStream()):
+        with CUDA.on(stream):
+            assert wire.stream() == stream.cuda_stream != HOST
 
 
 def test_what_is_outstanding_is_known_without_a_wait() -> None:

@@ -23,15 +23,6 @@ Make = Callable[..., Any]
 # -- figures ---------------------------------------------------------------------------
 
 
-def test_it_says_what_is_under_way(run_of: Make) -> None:
-    run = run_of()
-    assert "2 buckets under way" in repr(run.session)
-    run.session.flush()
-    assert "0 buckets under way" in repr(run.session)
-    run.session.fail(PluginError("the first"))
-    assert "the first" in repr(run.session)
-
-
 def test_figures_say_what_was_wrapped_and_what_has_crossed(run_of: Make) -> None:
     run = run_of(6)
     figures = run.session.stats()
@@ -58,6 +49,14 @@ def test_what_is_sent_is_said_once(
     assert line.startswith(f"2 ranks, 6 tensors, {size} in {len(run.chunks)} chunks")
     assert "mode cross" in line
     assert ("never compared" in line) == says
+
+
+def test_time_on_the_wire_is_that_of_rounds_which_go_as_now(run_of: Make) -> None:
+    session = run_of(6).session
+    session._round_busy_ns = 5
+    assert session._busy_ns() == 5 * session._meter.rounds > 0
+    session._measure_anew()
+    assert session._busy_ns() == 0
 
 
 # -- plans -----------------------------------------------------------------------------
@@ -99,9 +98,25 @@ def test_an_exception_in_the_middle_of_a_round_ends_the_session(run_of: Make) ->
         run.train()
     assert run.wire.notes == ["MemoryError: out of memory"]
     assert run.wire.is_aborted
+    # What was taken was applied before.
+    run.session.flush()
     for go_on in (lambda: run.model(inputs(0)), run.optimizer.step):
         with pytest.raises(PluginError, match=r"ended the last backward\(\) on rank 0 when some"):
             go_on()
+    assert run.session.unseen_error is None
+
+
+def test_an_error_in_the_place_of_another_one_has_been_seen(run_of: Make) -> None:
+    """A thread has found it while backward goes on, which something else ends then."""
+    run = run_of()
+
+    def fail(grad: Tensor) -> None:
+        run.session._failures.fail(PluginError("the first"))
+        _fail(grad)
+
+    run.model.module[0].weight.register_hook(fail)
+    with pytest.raises(PluginError, match="the first"):
+        run.train()
     assert run.session.unseen_error is None
 
 
@@ -275,6 +290,7 @@ def test_parts_end_in_the_reverse_of_their_order_and_each_of_them(
     assert log == [2, 1, 0]
     assert "could not be ended" in caplog.text
     assert run.wire.is_closed
+    assert run.chunks == []
 
 
 @pytest.mark.parametrize("how", ["deepcopy", "save"])

@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 from fake_wire import FakeWire, Run, inputs, trained
+from scripts_reading import PROGRAMS
 from torch import Tensor, nn
 
+import bytesched
 from bytesched.errors import PluginError, SchedulerTimeout
 from bytesched.plugins.planned.bundles import BundleState
 
@@ -20,6 +22,7 @@ Make = Callable[..., Any]
 CALLS: list[Callable[[], object]] = []
 
 
+@bytesched.separable
 class Inside(torch.optim.SGD):
     """Calls what a test gives it in the middle of an update."""
 
@@ -50,6 +53,12 @@ def test_a_use_updates_its_bundle_and_no_other(run_of: Make) -> None:
     assert "module.0.weight" not in run.held
     assert run.held
     assert BundleState.OWED in states(run)
+
+
+def test_zeroing_what_a_step_has_taken_does_not_wait(run_of: Make) -> None:
+    run = run_of()
+    run.optimizer.zero_grad(set_to_none=False)
+    assert len(run.held) == len(run.slots)
 
 
 def test_a_forward_pass_updates_as_it_comes_to_each_layer(run_of: Make) -> None:
@@ -201,14 +210,7 @@ def test_what_others_read_is_updated_in_step(how: str, run_of: Make) -> None:
     assert run.differences(plain) == []
 
 
-MAKERS: dict[str, Callable[[nn.Module, Tensor], Any]] = {
-    "traced": lambda model, x: torch.jit.trace(model, x),
-    "exported": lambda model, x: torch.export.export(model, (x,), strict=False).module(),
-    "exported strictly": lambda model, x: torch.export.export(model, (x,), strict=True).module(),
-}
-
-
-@pytest.mark.parametrize("how", MAKERS)
+@pytest.mark.parametrize("how", PROGRAMS)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
 def test_a_program_that_is_made_of_the_model_has_its_weights(
     how: str, run_of: Callable[..., Run]
@@ -216,7 +218,7 @@ def test_a_program_that_is_made_of_the_model_has_its_weights(
     """And updates go on crossing the barrier."""
     run, plain = run_of(optimizer_of=torch.optim.AdamW), Run(optimizer_of=torch.optim.AdamW)
     plain.train(3)
-    made = MAKERS[how](run.model.module, inputs(9))
+    made = PROGRAMS[how](run.model.module, inputs(9))
     assert torch.equal(made(inputs(8)), plain.model.module(inputs(8)))
     crossed = run.crossed
     for one in (run, plain):
@@ -232,7 +234,7 @@ def test_an_optimizer_that_follows_another_has_its_own_state(run_of: Make) -> No
         if one is run:
             one.session.flush()
             gc.collect()
-            one.session.add_optimizer(one.optimizer, torch.optim.Adam, cross=True)
+            one.add_optimizer(one.optimizer)
         one.train(2)
         one.optimizer.zero_grad()
         one.backward()

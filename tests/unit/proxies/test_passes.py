@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -131,13 +130,6 @@ def _fail(grad: Tensor) -> None:
     raise ArithmeticError("in a hook")
 
 
-def test_a_failed_pass_is_told(watching: Watching, weight: nn.Parameter) -> None:
-    weight.register_hook(_fail)
-    with pytest.raises(ArithmeticError, match="in a hook"):
-        weight.sum().backward()
-    assert watching.told == ["begins", "ArithmeticError"]
-
-
 def test_another_error_in_its_place_has_it_as_its_cause(
     watching: Watching, weight: nn.Parameter
 ) -> None:
@@ -158,16 +150,6 @@ def test_a_torch_without_a_common_entry_is_refused(
     monkeypatch.delattr(module, passes._NAME)
     with pytest.raises(PluginError, match=r"has no _engine_run_backward, .*BYTESCHED_ENABLED=0"):
         Watching()
-
-
-def test_a_context_of_distributed_autograd_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not passes.are_in_a_context()
-    agent = SimpleNamespace(_is_current_rpc_agent_set=lambda: True)
-    monkeypatch.setattr(torch._C, "_distributed_rpc", agent)
-    # There is an agent, and no context of its own yet.
-    assert not passes.are_in_a_context()
-    monkeypatch.setattr(torch._C._distributed_autograd, "_current_context", object, raising=False)
-    assert passes.are_in_a_context()
 
 
 KINDS = [dist.ProcessGroup, Backend]

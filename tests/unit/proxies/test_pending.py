@@ -1,7 +1,6 @@
-"""Gradients and parameters that wait: any use of the values waits, and nothing else does.
+"""Gradients and parameters that wait: what is made of them, and what settles several at once.
 
-What scripts do with those of a whole session is in test_hazards.py, and tried at random in
-test_fuzzed.py.
+That any use of the values waits, and nothing else does, is in test_hazards.py and test_fuzzed.py.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._foreach_utils import _has_foreach_support
 
-from bytesched.plugins.proxies.entries import guard_entries
 from bytesched.plugins.proxies.pending import hold, is_held
 from bytesched.plugins.proxies.pending_grads import PendingGrad, make_plain
 
@@ -79,44 +77,6 @@ def unpickled(value: Any) -> Any:
 
 
 KINDS: dict[str, Callable[[], tuple[Any, Ones]]] = {"gradient": pending, "parameter": held}
-#: true if the values are ones by then
-USES: dict[str, Callable[[Any], Any]] = {
-    "matmul": lambda t: (torch.ones(1, 2) @ t == 2).all(),
-    "in a list": lambda t: (torch.cat([t, t]) == 1).all(),
-    "behind one, in Python": lambda t: nn.functional.mse_loss(torch.zeros(2, 3), t) == 1,
-    "behind one in a list": lambda t: (torch.block_diag(torch.zeros(1, 1), t)[1:, 1:] == 1).all(),
-    "as a keyword": lambda t: (torch.add(torch.zeros(2, 3), other=t) == 1).all(),
-    "tolist": lambda t: t.tolist() == [[1.0] * 3] * 2,
-    "data_ptr": lambda t: t.data_ptr() > 0,
-    "pickle": lambda t: (unpickled(t) == 1).all(),
-}
-#: need no value
-LOOKS: dict[str, Callable[[Any], Any]] = {
-    "size": lambda t: t.shape == t.size() == (2, 3) and t.size(0) == 2,
-    "numel": lambda t: t.numel() == 6 and len(t) == 2,
-    "stride": lambda t: t.stride() == (3, 1),
-    "kind": lambda t: t.dtype is torch.float32 and t.device.type == "cpu" and t.is_leaf,
-    "id": lambda t: {t: 1}[t] == 1,
-}
-
-
-@pytest.mark.parametrize("use", USES)
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_use_of_the_values_waits_once(kind: str, use: str) -> None:
-    guard_entries()
-    tensor, ones = KINDS[kind]()
-    for _ in range(2):
-        assert USES[use](tensor)
-        assert ones.calls == 1
-        assert type(tensor) is (nn.Parameter if kind == "parameter" else Tensor)
-
-
-@pytest.mark.parametrize("look", LOOKS)
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_look_that_needs_no_value_does_not_wait(kind: str, look: str) -> None:
-    tensor, ones = KINDS[kind]()
-    assert LOOKS[look](tensor)
-    assert ones.calls == 0
 
 
 def test_a_held_parameter_is_one_and_has_its_own_gradient_and_hooks() -> None:

@@ -5,15 +5,12 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import permutations
-from statistics import mean
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bytesched.ahead import ChunkTimes, Link, exposed_s, gate_times, plan_order, waited_s
-from bytesched.policy import policy_names
 
 MIB = 2**20
 #: a byte a second
@@ -67,15 +64,6 @@ def training(seed: int, layers: int, slices: int) -> tuple[list[ChunkTimes], Lin
 # -- plans -----------------------------------------------------------------------------
 
 
-@given(chunk_lists, links, st.sampled_from(policy_names()), st.integers(1, 30))
-def test_a_plan_is_an_order_of_all_chunks_and_always_the_same(
-    chunks: list[ChunkTimes], link: Link, policy: str, credit_bytes: int
-) -> None:
-    plans = [plan_order(chunks, link, policy=policy, credit_bytes=credit_bytes) for _ in range(2)]
-    assert sorted(plans[0]) == list(range(len(chunks)))
-    assert plans[0] == plans[1]
-
-
 @given(chunk_lists, links, st.integers(1, 30))
 def test_fifo_is_the_order_of_readiness(
     chunks: list[ChunkTimes], link: Link, credit_bytes: int
@@ -92,24 +80,6 @@ def test_with_the_least_credit_a_plan_is_what_a_greedy_link_sends(
     assert plan_order(chunks, link) == greedy(chunks, link)
 
 
-@given(st.data(), links, st.sampled_from([1, 8]))
-def test_how_chunks_are_numbered_decides_only_between_equals(
-    data: st.DataObject, link: Link, credit_bytes: int
-) -> None:
-    chunks = data.draw(chunk_lists)
-    mixed = data.draw(st.permutations(chunks))
-    plans = [
-        [
-            (one[index].ready_s, one[index].gate)
-            for index in plan_order(one, link, credit_bytes=credit_bytes)
-        ]
-        for one in ([replace(chunk, nbytes=3) for chunk in chunks] for chunks in (chunks, mixed))
-    ]
-    assert plans[0] == plans[1]
-    equals = [ChunkTimes(3, 1.0, 4)] * 5
-    assert plan_order(equals, link, credit_bytes=credit_bytes) == [0, 1, 2, 3, 4]
-
-
 def test_credit_says_how_far_ahead_of_the_link_it_is_decided() -> None:
     chunks = [ChunkTimes(2, float(at), 9 - at) for at in range(5)]
     plans = {credit: plan_order(chunks, SLOW, credit_bytes=credit) for credit in (1, 3, 5, 100)}
@@ -122,12 +92,19 @@ def test_credit_says_how_far_ahead_of_the_link_it_is_decided() -> None:
     }
 
 
-def test_prophet_lets_go_what_is_across_before_anything_else_comes() -> None:
-    chunks = [*(ChunkTimes(10, 0.0, 3 - at) for at in range(3)), ChunkTimes(5, 30.0, 0)]
+@pytest.mark.parametrize(
+    ("ready_s", "plan"),
+    [
+        pytest.param(30.0, [2, 1, 0, 3], id="what is across before anything else comes goes"),
+        pytest.param(28.0, [2, 1, 3, 0], id="what is not waits for what is more urgent"),
+    ],
+)
+def test_prophet(ready_s: float, plan: list[int]) -> None:
+    chunks = [*(ChunkTimes(10, 0.0, 3 - at) for at in range(3)), ChunkTimes(5, ready_s, 0)]
     link = Link(seconds_per_byte=1.0, seconds_per_chunk=5.0, concurrent=2)
     # One at a time, 2 and 1 take until 30.
     assert plan_order(chunks, link, credit_bytes=10) == [2, 1, 3, 0]
-    assert plan_order(chunks, link, policy="prophet", credit_bytes=10) == [2, 1, 0, 3]
+    assert plan_order(chunks, link, policy="prophet", credit_bytes=10) == plan
 
 
 @settings(max_examples=50)
@@ -239,20 +216,3 @@ def test_two_at_a_time_a_plan_is_better_on_the_whole() -> None:
         planned_s, ready_s, worse = planned_s + planned, ready_s + ready, worse + (planned > ready)
     assert planned_s < 0.7 * ready_s
     assert worse < 15
-
-
-@pytest.mark.parametrize("concurrent", [1, 2])
-@pytest.mark.one_in(2)
-def test_an_iteration_takes_little_more_than_with_the_best_order(concurrent: int) -> None:
-    """The best one may leave the link idle for what is to come; a plan never does."""
-    ratios = []
-    for seed in range(40):
-        chunks, link, gates = training(seed, 3, 3)
-        chunks, link = chunks[-5:], replace(link, concurrent=concurrent)
-        free_s = chunks[-1].ready_s + sum(gates)
-        best = min(exposed_s(o, chunks, link, gates) for o in permutations(range(len(chunks))))
-        planned = exposed_s(plan_order(chunks, link), chunks, link, gates)
-        assert planned >= best - 1e-9
-        ratios.append((free_s + planned) / (free_s + best))
-    assert mean(ratios) < 1.02
-    assert max(ratios) < 1.1

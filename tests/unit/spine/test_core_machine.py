@@ -23,12 +23,6 @@ def core_of(credit_bytes: int) -> SchedulerCore:
     return SchedulerCore(Leading(Priority()), credit_bytes=credit_bytes)
 
 
-@pytest.mark.parametrize("credit_bytes", [0, -1])
-def test_credit_is_at_least_a_byte(credit_bytes: int) -> None:
-    with pytest.raises(ValueError, match="credit"):
-        core_of(credit_bytes)
-
-
 def test_wrong_events_are_refused_with_the_story() -> None:
     core = core_of(10)
     with pytest.raises(InvalidTransition, match="not held"):
@@ -73,13 +67,6 @@ def test_the_story_is_bounded() -> None:
     numbers = [int(line.split()[0]) for line in core.story().splitlines()]
     assert numbers == list(range(5981, 6001)), "the last 20 of 6000"
     assert len(core._story) <= 2000
-
-
-def test_repr_shows_the_state() -> None:
-    core = core_of(4 << 20)
-    for task in planned([3 << 20] * 3):
-        ready(core, task)
-    assert "1 ready, 2 sending, 6.00/4.00 MiB credit" in repr(core)
 
 
 def calls_per_task(tasks: int, credit_bytes: int) -> float:

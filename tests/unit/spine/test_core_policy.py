@@ -1,4 +1,4 @@
-"""Policies, found by name and registered once, and an order that is given."""
+"""Policies, which are registered once, and an order that is given."""
 
 from __future__ import annotations
 
@@ -8,15 +8,8 @@ from plans import planned, ready
 from bytesched.core import SchedulerCore
 from bytesched.errors import ConfigError, InvalidTransition
 from bytesched.order import Following, Leading
-from bytesched.policy import Fifo, Priority, named_policy, policy_names, register_policy
+from bytesched.policy import Fifo, Priority, named_policy, register_policy
 from bytesched.task import CommTask
-
-
-def test_policies_are_found_by_name() -> None:
-    assert {"fifo", "priority"} <= set(policy_names())
-    assert isinstance(named_policy("fifo"), Fifo)
-    with pytest.raises(ConfigError, match="priority"):
-        named_policy("prioritty")
 
 
 def test_a_policy_is_registered_once() -> None:

@@ -66,14 +66,6 @@ def test_one_that_raises_is_logged_once_and_removed(caplog: pytest.LogCaptureFix
     assert record.exc_info is not None
 
 
-def test_nobody_watching_is_false() -> None:
-    assert not Observers()
-    assert Observers([Recorder()])
-    observers = Observers([Raising()])
-    observers.on_step(1, 2)
-    assert not observers, "the only one was removed"
-
-
 def test_close_is_the_last_call() -> None:
     recorder = Recorder()
     observers = Observers([recorder])

@@ -52,16 +52,6 @@ def test_what_is_ready_starts_in_the_order_that_was_given(build: Build) -> None:
     assert bench.transport.started == [c, a, b]
 
 
-def test_repr_tells_its_state(build: Build) -> None:
-    bench = build()
-    assert "running" in repr(bench.scheduler)
-    (task,) = planned([10])
-    bench.ready(task, started=1)
-    bench.transport.fail(task, TransportError("stop"))
-    assert bench.failed.wait(WAIT_S)
-    assert "failed" in repr(bench.scheduler)
-
-
 def test_the_first_error_stays_and_nothing_is_started_after_it(build: Build) -> None:
     bench = build(credit_bytes=20)
     a, b, c = planned([10] * 3)

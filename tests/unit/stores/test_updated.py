@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from looped import SMALL, TIMEOUT_S, inputs, mlp, weights
+from fake_wire import inputs, mlp
+from together import TIMEOUT_S
 from torch import Tensor, nn
+from training import SMALL
 
 from bytesched.config import Config
 from bytesched.errors import PluginError
@@ -89,7 +91,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> N
 def plain(steps: range = range(STEPS)) -> list[Tensor]:
     model = mlp()
     train(model, adam(model), steps)
-    return weights(model)
+    return list(model.parameters())
 
 
 class Training:
@@ -138,31 +140,39 @@ def test_a_step_that_may_not_cross_has_updated_when_it_is_over() -> None:
     training.session.close()
 
 
-def test_the_backward_pass_may_be_in_a_closure(training: Training) -> None:
-    for step in range(STEPS):
-        training.optimizer.param_groups[0]["lr"] = 0.1 / (1 + step)
+def in_a_closure(training: Training, step: int) -> None:
+    def closure() -> float:
+        training.optimizer.zero_grad()
+        loss: Tensor = training.model(inputs(step)).square().mean()
+        loss.backward()
+        return loss.item()
 
-        def closure(step: int = step) -> float:
-            training.optimizer.zero_grad()
-            loss: Tensor = training.model(inputs(step)).square().mean()
-            loss.backward()
-            return loss.item()
-
-        assert training.optimizer.step(closure) > 0
-    assert training.equals(plain())
+    assert training.optimizer.step(closure) > 0
 
 
-def test_gradients_may_come_in_several_passes(training: Training) -> None:
-    front, back = training.model[:2], training.model[2:]
+def in_several_passes(training: Training, step: int) -> None:
+    training.model(inputs(step))
+    middle = training.model[:2](inputs(step))
+    cut = middle.detach().requires_grad_()
+    training.model[2:](cut).square().mean().backward()
+    middle.backward(cut.grad)
+    training.optimizer.step()
+
+
+def before_that_of_another_model(training: Training, step: int) -> None:
+    training.model(inputs(step)).square().mean().backward()
+    nn.Linear(8, 2)(inputs(step)).sum().backward()
+    training.optimizer.step()
+
+
+@pytest.mark.parametrize("way", [in_a_closure, in_several_passes, before_that_of_another_model])
+def test_wherever_its_backward_pass_is(
+    training: Training, way: Callable[[Training, int], None]
+) -> None:
     for step in range(STEPS):
         training.optimizer.param_groups[0]["lr"] = 0.1 / (1 + step)
         training.optimizer.zero_grad()
-        training.model(inputs(step))
-        middle = front(inputs(step))
-        cut = middle.detach().requires_grad_()
-        back(cut).square().mean().backward()
-        middle.backward(cut.grad)
-        training.optimizer.step()
+        way(training, step)
     assert training.equals(plain())
 
 
@@ -175,7 +185,7 @@ def test_parameters_that_were_changed_here_go_to_the_store(training: Training) -
             for parameter in one.parameters():
                 parameter.mul_(0.5)
         train(one, by, range(2, STEPS))
-    assert training.equals(weights(model))
+    assert training.equals(list(model.parameters()))
 
 
 def test_gradients_cannot_be_read_in_any_round(training: Training) -> None:
@@ -204,15 +214,6 @@ def test_a_second_gradient_before_the_step_is_refused(training: Training) -> Non
     with pytest.raises(PluginError, match=r"second gradient before step\(\)"):
         model(inputs(3)).square().mean().backward()
     assert training.session.error is not None
-
-
-def test_a_step_after_another_models_pass_takes_the_gradients(training: Training) -> None:
-    for step in range(STEPS):
-        training.optimizer.param_groups[0]["lr"] = 0.1 / (1 + step)
-        training.model(inputs(step)).square().mean().backward()
-        nn.Linear(8, 2)(inputs(step)).sum().backward()
-        training.optimizer.step()
-    assert training.equals(plain())
 
 
 def test_a_step_without_gradients_changes_nothing(training: Training) -> None:

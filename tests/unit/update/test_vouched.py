@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 import torch
-from loopback import Loopback
-from looped import Training, check_equal, inputs, weights
-from torch import nn
+from fake_wire import Run, inputs
+from torch import Tensor
 from torch.optim import SGD, Optimizer
 
 import bytesched
 from bytesched.errors import PluginError
 from bytesched.plugins.planned.stepping import why_now
-from bytesched.plugins.proxies.pending import is_held
+
+Pair = Callable[..., tuple[Run, Run]]
 
 
 @bytesched.separable
@@ -43,94 +44,67 @@ class Scaled(Optimizer):
         return loss if loss is not None else len(self.param_groups[0]["params"])
 
 
-def scaled(model: nn.Module) -> Scaled:
-    return Scaled(model.parameters())
-
-
-def pair(loopback: Loopback, **fields: Any) -> tuple[Training, Training]:
-    """Ours and the plain one, after the first round."""
-    both = Training(loopback, scaled, **fields), Training(None, scaled)
-    for training in both:
-        training.train(3)
-        training.flush()
-    return both
-
-
-def are_held(training: Training) -> bool:
-    return any(is_held(p) for p in training.optimizer.param_groups[0]["params"])
-
-
-def test_an_attribute_is_that_of_the_step(loopback: Loopback) -> None:
-    ours, plain = pair(loopback)
-    for training in (plain, ours):
-        if training is ours:
-            loopback.hold()
-        training.train()
-        training.optimizer.factor = 100.0  # type: ignore[attr-defined]
-    assert are_held(ours)
-    loopback.release()
-    check_equal(ours, plain)
+def test_an_attribute_is_that_of_the_step(pair: Pair) -> None:
+    ours, plain = pair(3, optimizer_of=Scaled)
+    for run in (plain, ours):
+        run.train()
+        run.optimizer.factor = 100.0  # type: ignore[attr-defined]
+    assert ours.held
+    assert ours.differences(plain) == []
 
 
 @pytest.mark.parametrize(
     ("args", "kwargs"), [((None, 0.25), {}), ((), {"scale": 0.25}), ((None,), {"scale": 0.25})]
 )
-def test_a_step_with_arguments_is_the_users_own(loopback: Loopback, args: Any, kwargs: Any) -> None:
-    ours, plain = pair(loopback)
-    returned = []
-    for training in (ours, plain):
-        training.backward()
-        returned.append(training.optimizer.step(*args, **kwargs))
-    assert not are_held(ours)
-    assert returned[0] == returned[1] == len(weights(plain.model))
-    assert ours.optimizer.steps == plain.optimizer.steps == 1  # type: ignore[attr-defined]
-    check_equal(ours, plain)
-    assert ours.session is not None
-    ours.train()
-    plain.train()
-    check_equal(ours, plain)
+def test_a_step_with_arguments_is_the_users_own(pair: Pair, args: Any, kwargs: Any) -> None:
+    ours, plain = pair(3, optimizer_of=Scaled)
+    for run in (plain, ours):
+        optimizer: Any = run.optimizer
+        optimizer.zero_grad()
+        run.backward()
+        assert optimizer.step(*args, **kwargs) == len(run.slots)
+        assert run.held == []
+        assert optimizer.steps == 1
+        run.train()
+    assert ours.differences(plain) == []
 
 
-def test_a_number_in_place_of_a_closure_is_passed_on(loopback: Loopback) -> None:
-    ours = Training(loopback)
-    ours.train(3)
+def test_a_number_in_place_of_a_closure_is_passed_on(pair: Pair) -> None:
+    ours, _ = pair(3)
     ours.backward()
     with pytest.raises(TypeError, match="not callable"):
         ours.optimizer.step(0.25)  # type: ignore[call-overload]
 
 
-def test_a_closure_beside_arguments_is_evaluated_once(loopback: Loopback) -> None:
-    ours, plain = pair(loopback)
-    losses = []
-    for training in (ours, plain):
+def test_a_closure_beside_arguments_is_evaluated_once(pair: Pair) -> None:
+    ours, plain = pair(3, optimizer_of=Scaled)
+    for run in (plain, ours):
         calls: list[int] = []
 
-        def closure(training: Training = training, calls: list[int] = calls) -> Any:
+        def closure(run: Run = run, calls: list[int] = calls) -> Any:
             calls.append(1)
-            training.optimizer.zero_grad()
-            loss = training.model(inputs(9)).square().mean()
+            run.optimizer.zero_grad()
+            loss = run.model(inputs(9)).square().mean()
             loss.backward()
-            return loss.detach()
+            return loss
 
-        optimizer: Any = training.optimizer
-        losses.append(optimizer.step(closure, scale=0.5))
-        assert calls == [1]
-        losses.append(optimizer.step(closure))
-        assert calls == [1, 1]
-    assert losses[:2] == losses[2:]
-    check_equal(ours, plain)
+        optimizer: Any = run.optimizer
+        for count, arguments in enumerate(({"scale": 0.5}, {}), 1):
+            run.see(optimizer.step(closure, **arguments))
+            assert len(calls) == count
+    assert ours.differences(plain) == []
 
 
-def test_a_group_that_holds_a_function_steps_whole(loopback: Loopback) -> None:
-    ours, plain = pair(loopback)
-    for training in (ours, plain):
+def test_a_group_that_holds_a_function_steps_whole(pair: Pair) -> None:
+    ours, plain = pair(3, optimizer_of=Scaled)
+    for run in (plain, ours):
         rates = [0.01, 100.0]
-        training.optimizer.param_groups[0]["lr"] = lambda rates=rates: rates[0]
-        training.train()
+        run.optimizer.param_groups[0]["lr"] = lambda rates=rates: rates[0]
+        run.train()
         rates[0] = rates[1]
-    assert not are_held(ours)
+    assert ours.held == []
     assert "a parameter group holds 'lr'" in why_now(ours.optimizer)
-    check_equal(ours, plain)
+    assert ours.differences(plain) == []
 
 
 class Related(SGD):
@@ -155,40 +129,32 @@ READS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("what", READS)
-def test_an_update_that_waits_for_another_is_an_error_at_once(
-    loopback: Loopback, what: str
-) -> None:
+def test_an_update_that_waits_for_another_is_an_error_at_once(pair: Pair, what: str) -> None:
     bytesched.separable(Related)
 
-    def related(model: nn.Module) -> Optimizer:
-        optimizer = Related(model.parameters(), lr=0.1)
+    def related(parameters: Iterable[Tensor]) -> Optimizer:
+        optimizer = Related(parameters, lr=0.1)
         optimizer.read = lambda: torch.ones(1)
         return optimizer
 
-    ours = Training(loopback, related)
-    ours.train(2)
-    ours.flush()
-    loopback.hold()
+    ours, _ = pair(optimizer_of=related)
+    ours.optimizer.zero_grad()
     ours.backward()
     optimizer: Any = ours.optimizer
+    # Only the updates read: what the step itself would, waits for nothing.
     is_stepping = True
-
-    def read() -> Any:
-        # Only the updates read: what the step itself would, waits for nothing.
-        return torch.ones(1) if is_stepping else READS[what](ours.model, optimizer)
-
-    optimizer.read = read
+    optimizer.read = lambda: (
+        torch.ones(1) if is_stepping else READS[what](ours.model.module, optimizer)
+    )
     optimizer.step()
     is_stepping = False
-    loopback.release()
     with pytest.raises(PluginError, match="does not update each parameter on its own"):
-        ours.flush()
+        ours.session.flush()
 
 
-def test_a_checkpoint_that_was_loaded_and_is_kept_is_no_reason_to_wait(loopback: Loopback) -> None:
+def test_a_checkpoint_that_was_loaded_and_is_kept_is_no_reason_to_wait(pair: Pair) -> None:
     """It has the tensors of the state: plain training writes them, and nobody reads them there."""
-    ours = Training(loopback, lambda model: torch.optim.Adam(model.parameters()))
-    ours.train(3)
+    ours, _ = pair(3, optimizer_of=torch.optim.Adam)
     checkpoint = ours.optimizer.state_dict()
     state: Any = ours.optimizer.state
     assert state.is_kept()

@@ -29,28 +29,29 @@ def on_hosts(hosts: Sequence[str]) -> Group:
     return group
 
 
-@pytest.mark.parametrize("hosts", [["a", "a"], ["a", "b"], ["a", "a", "b"], ["a"]], ids=str)
-@pytest.mark.parametrize("hierarchy", ["auto", "off"])
-def test_without_levels_sums_stay_flat(hierarchy: str, hosts: list[str]) -> None:
-    assert open_levels(hierarchy, on_hosts(hosts), unused) is None
-
-
-def test_off_is_off_where_there_are_levels() -> None:
-    assert open_levels("off", on_hosts(EVEN), unused) is None
+@pytest.mark.parametrize(
+    ("hosts", "hierarchies"),
+    [
+        (EVEN, ["off"]),
+        *((hosts, ["off", "auto", "on"]) for hosts in (["a", "a"], ["a", "b"])),
+        (["a", "a", "b"], ["off", "auto"]),
+        (["a"], ["off", "auto"]),
+    ],
+    ids=str,
+)
+def test_without_levels_sums_stay_flat(
+    hosts: list[str], hierarchies: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where they were asked for, that is said."""
+    caplog.set_level(logging.INFO, "bytesched")
+    for hierarchy in hierarchies:
+        assert open_levels(hierarchy, on_hosts(hosts), unused) is None
+    assert ("sums stay flat" in caplog.text) is ("on" in hierarchies)
 
 
 def test_what_was_asked_for_and_cannot_be_had_is_an_error() -> None:
     with pytest.raises(PluginError, match=r"\{'a': 2, 'b': 1\}"):
         open_levels("on", on_hosts(["a", "a", "b"]), unused)
-
-
-@pytest.mark.parametrize("hosts", [["a", "a"], ["a", "b"]], ids=str)
-def test_where_levels_are_of_no_use_that_is_said(
-    hosts: list[str], caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.INFO, "bytesched"):
-        assert open_levels("on", on_hosts(hosts), unused) is None
-    assert "sums stay flat" in caplog.text
 
 
 def opened(hierarchy: str, hosts: Sequence[str] = EVEN) -> list[TwoLevelSums | None]:
