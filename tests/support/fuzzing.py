@@ -22,9 +22,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from drawn_optimizers import LATE_STEPS, SETTINGS, UNKNOWN, Own, made, stepped
+from drawn_optimizers import UNKNOWN, Own, made, stepped
 from loopback import Loopback
-from looped import inputs, mlp
+from looped import Training, inputs
 from torch import Tensor
 from training import differences, frozen
 
@@ -35,11 +35,8 @@ WIRE_S = 0.004
 STEPS = 5
 #: a sequence takes a fraction of a second: one that takes longer than this hangs
 HANGS_S = 300.0
-OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),
-    "adamw": lambda model: torch.optim.AdamW(model.parameters(), lr=0.01),
-    "rmsprop": lambda model: torch.optim.RMSprop(model.parameters(), lr=0.01, foreach=True),
-}
+#: names of optimizers of torch's
+KNOWN = ("adam_foreach", "adamw", "rmsprop", "sgd_momentum")
 #: of sequences, whose optimizer is of a class that torch does not have
 UNKNOWN_SHARE = 0.3
 #: random numbers, addresses, other devices, and what concerns no values
@@ -157,22 +154,17 @@ class Run:
 
     def __post_init__(self) -> None:
         self._choose = random.Random(self.seed)
-        self._model: Any = mlp()
-        if self.unknown:
-            random.seed(3)
-            np.random.seed(3)
-            SETTINGS["rate"] = 1.0
-            self._optimizer = made(self.unknown, list(self._model.parameters()))
-        else:
-            self._optimizer = OPTIMIZERS[self._choose.choice(sorted(OPTIMIZERS))](self._model)
+        random.seed(3)
+        np.random.seed(3)
+        name = self.unknown or self._choose.choice(KNOWN)
+        self._training = Training(
+            self.loopback, lambda model: made(name, list(model.parameters())), timeout_s=100.0
+        )
+        self._model, self._optimizer = self._training.model, self._training.optimizer
         self._kept: list[tuple[str, Any]] = []
-        if self.loopback is not None:
-            self._session = self.loopback.wrap(
-                self._model, self._optimizer, partition_bytes=256, credit_bytes=512, timeout_s=100.0
-            )
 
     def train(self) -> None:
-        for step in range(LATE_STEPS if self.unknown == "Late" else STEPS):
+        for step in range(STEPS):
             with self._slow_wire() if step > 1 else contextlib.nullcontext():
                 self._one_step(step)
         self.records.append(("weights", seen(list(self._model.parameters()))))
@@ -180,7 +172,7 @@ class Run:
 
     def close(self) -> None:
         if self.loopback is not None:
-            self._session.close()
+            self._training.session.close()
 
     def _one_step(self, step: int) -> None:
         zeroed = self._choose.choice(["none", "zero", "model", "never"])

@@ -1,17 +1,14 @@
-"""Ranks in one process: a wire that is a thread, for tests of all that a session does."""
+"""A rank in one process, for tests of all that a session does: its wire ends sums when told."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as TooLate
-from dataclasses import dataclass, field
-from queue import SimpleQueue
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-from together import together
 from torch import nn
 
 from bytesched.config import Config
@@ -22,59 +19,46 @@ from bytesched.plugins.planned.bundles import Slot
 from bytesched.plugins.planned.hooked_session import HookedSession
 from bytesched.plugins.planned.terms import Terms
 from bytesched.plugins.planned.wire import HOST
-from bytesched.plugins.proxies.passes import watch_passes
 from bytesched.tunable import Setting
-
-T = TypeVar("T")
 
 #: of what hooks hand out, where a test says nothing
 _PARTITION_BYTES = 1 << 20
 
 
-class _ThreadSession(HookedSession):
-    """One that lives in a thread, beside those of other ranks."""
-
-    def _watch(self) -> Callable[[], None]:
-        return watch_passes(self, thread=threading.get_ident())
-
-
-@dataclass(frozen=True, eq=False)
-class _Part:
-    """One rank's part in a sum, which is made in place when all ranks have given theirs."""
-
-    rank: int
-    tensor: torch.Tensor
-    future: Future[None] = field(default_factory=Future)
+class _Work(Future[None]):
+    """A sum of one rank's part alone, which is as it was."""
 
     def get_future(self) -> Future[None]:
-        return self.future
+        return self
 
     def is_completed(self) -> bool:
-        return self.future.done()
+        return self.done()
+
+    def end(self, error: BaseException | None) -> None:
+        self.set_result(None) if error is None else self.set_exception(error)
 
 
 class Loopback:
-    """Ranks that reduce within one process, each in a thread of its own.
+    """The wire of a single rank (see `planned.wire.Wire`): gradients stay as they are, to the bit.
 
-    A rank is told of the backward passes of the thread that has wrapped its model; a single one of
-    those of all threads. Chunks are reduced one by one on the thread of the wire, in the order in
-    which the last rank starts them, unless `hold` keeps them there.
+    Chunks are reduced at once, unless `hold` keeps them.
 
     Args:
-        ranks: how many; the gradients of a single one stay as they are, bit for bit.
         timeout_s: of every wait.
     """
 
-    def __init__(self, ranks: int = 1, *, timeout_s: float = 30.0) -> None:
+    rank, size, levels = 0, 1, 1
+    has_streams = False
+    sees_ends = True
+
+    def __init__(self, *, timeout_s: float = 30.0) -> None:
         self.timeout_s = timeout_s
-        self.wires = [LoopbackWire(self, rank, ranks) for rank in range(ranks)]
-        self._events: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._parts: dict[str, list[_Part]] = {}
-        self._held: list[list[_Part]] | None = None
+        self._lock = threading.Lock()
+        self._held: list[_Work] = []
+        self._holds = self._is_closed = False
         self._chunk_error: BaseException | None = None
         self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="loopback", daemon=True)
-        self._thread.start()
+        self._note = "it has failed"
 
     # -- what a test does --------------------------------------------------------------
 
@@ -83,24 +67,19 @@ class Loopback:
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         *,
-        rank: int = 0,
         find_unused: bool | None = False,
         **fields: Any,
     ) -> HookedSession:
-        """A session of ``rank`` for a plain module; ``fields`` are those of Config."""
+        """A session for a plain module; ``fields`` are those of Config."""
         config = Config(**fields)
         partition_bytes = config.partition_bytes or _PARTITION_BYTES
-        credit_bytes = config.credit_bytes or 2 * partition_bytes
-        kind_of_session = HookedSession if len(self.wires) == 1 else _ThreadSession
-        session = kind_of_session(
+        setting = Setting(
+            partition_bytes, config.credit_bytes or 2 * partition_bytes, config.policy
+        )
+        slots = slots_of(model, optimizer, kind=Slot)
+        session = HookedSession(
             model,
-            Terms(
-                slots_of(model, optimizer, kind=Slot),
-                config,
-                self.wires[rank],
-                Observers(),
-                Setting(partition_bytes, credit_bytes, config.policy),
-            ),
+            Terms(slots, config, self, Observers(), setting),
             sync=lambda: True,
             find_unused=find_unused,
         )
@@ -108,131 +87,56 @@ class Loopback:
         add_optimizer(session, optimizer, kind, why_whole(model, optimizer, kind, config))
         return session
 
-    def run(self, train: Callable[[int], T]) -> list[T]:
-        """What ``train(rank)`` returns on every rank, by rank, or raises."""
-        return together(train, len(self.wires))
-
     def hold(self) -> None:
         """From now on no chunk is reduced; numbers that ranks tell each other are."""
-        self._events.put(lambda: vars(self).update(_held=[]))
+        self._holds = True
 
     def release(self) -> None:
         """Chunks that were held are reduced, and those that come."""
-        self._events.put(self._release)
+        if not self._is_closed:
+            self._let_go(None, holds=False)
 
     def fail(self, error: BaseException) -> None:
-        """The next chunk fails with ``error`` on every rank."""
-        self._events.put(lambda: vars(self).update(_chunk_error=error))
+        """The next chunk fails with ``error``."""
+        self._chunk_error = error
 
     def close(self) -> None:
-        """Ends the wire's thread; nothing is reduced any more. Idempotent."""
-        self._events.put(None)
-        self._thread.join(5.0)
+        """Nothing is reduced any more. Idempotent."""
+        self._holds = self._is_closed = True
 
-    # -- what wires do -----------------------------------------------------------------
+    def _let_go(self, error: BaseException | None, *, holds: bool) -> None:
+        with self._lock:
+            held, self._held, self._holds = self._held, [], holds
+        for work in held:
+            work.end(error)
 
-    def add(self, key: str, rank: int, tensor: torch.Tensor, *, is_chunk: bool) -> _Part:
-        """Begins the part of ``rank`` in the sum under ``key``; in the largest, if no chunk."""
-        part = _Part(rank, tensor)
-        self._events.put(lambda: self._add(key, part, is_chunk=is_chunk))
-        return part
-
-    def abort(self, error: BaseException) -> None:
-        """What is under way, and what comes, ends with ``error``."""
-        self._events.put(lambda: self._abort(error))
-
-    # -- the wire's thread -------------------------------------------------------------
-
-    def _run(self) -> None:
-        while (event := self._events.get()) is not None:
-            event()
-
-    def _add(self, key: str, part: _Part, *, is_chunk: bool) -> None:
-        if self._error is not None:
-            part.future.set_exception(self._error)
-            return
-        parts = self._parts.setdefault(key, [])
-        parts.append(part)
-        if len(parts) < len(self.wires):
-            return
-        del self._parts[key]
-        if not is_chunk:
-            _combine(parts, torch.maximum)
-        elif self._chunk_error is not None:
-            error, self._chunk_error = self._chunk_error, None
-            _end(parts, error)
-        elif self._held is not None:
-            self._held.append(parts)
-        else:
-            _combine(parts, torch.add)
-
-    def _release(self) -> None:
-        held, self._held = self._held or [], None
-        for parts in held:
-            _combine(parts, torch.add)
-
-    def _abort(self, error: BaseException) -> None:
-        if self._error is None:
-            self._error = error
-            for parts in [*self._parts.values(), *(self._held or ())]:
-                _end(parts, error)
-            self._parts.clear()
-            self._held = None
-
-
-def _combine(parts: list[_Part], combine: Callable[..., torch.Tensor]) -> None:
-    total, *others = (part.tensor for part in sorted(parts, key=lambda part: part.rank))
-    for tensor in others:
-        total = combine(total, tensor)
-    for part in parts:
-        if part.tensor is not total:
-            part.tensor.copy_(total)
-    _end(parts, None)
-
-
-def _end(parts: list[_Part], error: BaseException | None) -> None:
-    for part in parts:
-        if error is None:
-            part.future.set_result(None)
-        else:
-            part.future.set_exception(error)
-
-
-class LoopbackWire:
-    """One rank of a Loopback (see `planned.wire.Wire`)."""
-
-    has_streams = False
-    sees_ends = True
-    levels = 1
-
-    def __init__(self, loopback: Loopback, rank: int, size: int) -> None:
-        self.rank = rank
-        self.size = size
-        self.timeout_s = loopback.timeout_s
-        self._loopback = loopback
-        self._told = 0
-        self._note = "it has failed"
+    # -- what a session does -----------------------------------------------------------
 
     def start(self, tensor: torch.Tensor, key: str = "") -> Any:
-        return self._loopback.add(f"chunk {key}", self.rank, tensor, is_chunk=True)
+        work, (error, self._chunk_error) = _Work(), (self._chunk_error, None)
+        with self._lock:
+            if is_held := self._holds and not (error or self._error):
+                self._held.append(work)
+        if not is_held:
+            work.end(error or self._error)
+        return work
 
     def start_largest(self, numbers: torch.Tensor) -> Any:
-        self._told += 1
-        return self._loopback.add(f"numbers {self._told}", self.rank, numbers, is_chunk=False)
+        work = _Work()
+        work.end(self._error)
+        return work
 
     def wait(self, work: Any, task: str) -> None:
         try:
-            work.future.result(self.timeout_s)
+            work.result(self.timeout_s)
         except TooLate:
             raise SchedulerTimeout(
                 f"not all ranks came within {self.timeout_s:g} s", task=task, rank=self.rank
             ) from None
 
     def wait_left(self, works: Iterable[Any]) -> None:
-        for work in works:
-            if not work.is_completed():
-                self._loopback.abort(PeerLost(f"rank {self.rank} has left"))
-                return
+        if not all(work.is_completed() for work in works):
+            self._abort(PeerLost("rank 0 has left"))
 
     def stream(self) -> int:
         return HOST
@@ -241,7 +145,9 @@ class LoopbackWire:
         self._note = text
 
     def abort(self) -> None:
-        self._loopback.abort(PeerLost(f"rank {self.rank} gave up: {self._note}"))
+        self._abort(PeerLost(f"rank 0 gave up: {self._note}"))
 
-    def close(self) -> None:
-        pass
+    def _abort(self, error: BaseException) -> None:
+        """What is under way, and what comes, ends with ``error``."""
+        self._error = self._error or error
+        self._let_go(self._error, holds=self._holds)

@@ -94,7 +94,7 @@ def test_what_is_outstanding_at_the_end_is_as_it_was_or_says_why_it_cannot_be_re
 def test_who_lets_go_stays_for_what_others_wait_for(loopback: Loopback) -> None:
     """The numbers of who has used which parameter."""
     training, stayed = Training(loopback, find_unused=True), list[Any]()
-    vars(loopback.wires[0])["wait_left"] = stayed.extend
+    vars(loopback)["wait_left"] = stayed.extend
     training.train(1)
     assert not stayed
     # Here all are used, so that nobody waits for it.
