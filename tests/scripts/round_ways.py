@@ -17,7 +17,7 @@ from unittest import mock
 import torch
 from rank_worker import resolve
 from torch import Tensor, nn
-from training import Job, adamw, mlp, train
+from training import Job, adamw, train
 
 from bytesched.plugins.planned import guard as guards
 from bytesched.plugins.planned.wire import GroupWire
@@ -27,9 +27,7 @@ from bytesched.verdict import Comparison, Verdict
 BUCKET_MB = 0.0006
 
 #: of too few rounds, left to DDP from the start, or with a join(), after which there are none
-WITHOUT_TURNS = {
-    *("called_around", "forward_called", "hook_registered", "in_a_context", "joined"),
-}
+WITHOUT_TURNS = {*("called_around", "forward_called", "hook_registered", "in_a_context", "joined")}
 
 
 class RoundsJob(Job):
@@ -48,8 +46,6 @@ class RoundsJob(Job):
 
 
 class ViewsJob(RoundsJob):
-    """One whose gradients are views of the buckets."""
-
     views = True
 
 
@@ -141,8 +137,7 @@ def taking_turns(job: Job, script: tuple[str, str], *args: Any) -> None:
 def decided(job: Job, verdict: str) -> None:
     """A turn of a few rounds that ends with ``verdict``, and what follows."""
     with deciding(Verdict[verdict], SETTLED=2, COUNTED=2, SETTLED_PLAIN=1):
-        model = job.ddp(mlp())
-        optimizer = job.wrap(adamw(model), model)
+        model, optimizer = job.begin(adamw)
         train(job, model, optimizer, steps=16)
     job.record_state(model, optimizer)
 
