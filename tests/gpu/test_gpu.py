@@ -44,17 +44,18 @@ def test_optimizer(two_ranks: Ranks, name: str) -> None:
 
 @cases(
     *of(optimizers, "lr_by_hand parameter_groups two_optimizers closure"),
+    (optimizers.step_every_other_backward,),
     *of(
         gradients,
         """
-        no_sync accumulation_of_averages clip_norm clip_some gradients_written gradients_replaced
+        no_sync clip_norm clip_some gradients_written gradients_replaced
         gradients_read gradients_kept gradients_seen_through_views gradient_data_assigned
         """,
     ),
     *of(split, "changed_out_of_sight aliases_kept"),
     (models.one_model, "checkpoint_reentrant", {"static_graph": True}),
     (models.reused_layer,),
-    *of(reading, "weights_read averaged_model averages_by_hand state_read_after_step"),
+    *of(reading, "weights_read averaged_model state_read_after_step"),
     *of(reading, "state_dicts evaluated"),
     (rounds.unwrapped_and_wrapped,),
     *of(scripts, "clip_as_torch_chooses lr_on_the_device average_on_a_side_stream"),

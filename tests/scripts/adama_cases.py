@@ -111,7 +111,6 @@ def wrap(optimizer: torch.optim.Optimizer, model: nn.Module, **settings: Any) ->
 
 
 def begun(dtype: torch.dtype = torch.float32, **options: Any) -> tuple[nn.Module, Any]:
-    """A model, and its optimizer, which is wrapped."""
     model = model_of(dtype)
     optimizer = torch.optim.AdamW(model.parameters(), **{"lr": 1e-3} | options)
     wrap(optimizer, model)
@@ -207,7 +206,6 @@ def _alive() -> int:
 
 
 def is_let_go_of() -> bool:
-    """Whether a model and its optimizer end when the script lets go of them."""
     model, optimizer = begun()
     train(model, optimizer, range(2), 2, "")
     weak_model, weak_optimizer = weakref.ref(model), weakref.ref(optimizer)
@@ -229,7 +227,6 @@ REFUSED_SETTINGS: dict[str, dict[str, Any]] = {
 
 
 def refused(case: str) -> str:
-    """What a use that it is not there for is told."""
     model = model_of(torch.float32)
     parameters = list(model.parameters())[case == "left out" :]
     optimizer = (torch.optim.SGD if case == "SGD" else torch.optim.AdamW)(parameters, lr=0.1)
@@ -312,7 +309,6 @@ _USES: dict[str, Callable[[nn.Module, torch.optim.Optimizer], object]] = {
 
 
 def dies_in_a_mini_batch() -> None:
-    """The last rank dies in its second micro-batch."""
     model, optimizer = begun()
     train(model, optimizer, range(2), 2, "")
     _passes(model, 1)

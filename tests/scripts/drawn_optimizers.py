@@ -1,11 +1,7 @@
-"""Optimizers that training draws: known ones, one that is vouched for, and some that couple.
-
-Those that couple do so where a look at a few steps of small tensors does not see it.
-"""
+"""Optimizers that training draws: known ones, one that is vouched for, and some that couple."""
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Callable
 from typing import Any
@@ -14,25 +10,19 @@ import numpy as np
 import torch
 from scripts_optimizers import SPLITTABLE
 from torch import Tensor, nn
+from torch.nn.utils import get_total_norm
 from torch.optim import SGD, AdamW, Optimizer
 
 import bytesched
 
 Closure = Callable[[], Tensor]
 
-#: read by `ReadsGlobal`
-SETTINGS = {"rate": 1.0}
-#: from when on `Late` couples, and how many steps show it
-LATE, LATE_STEPS = 15, 18
-#: elements of a tensor that `Large` looks at
-LARGE = 10_000
-
 
 class Own(Optimizer):
     """Gradient descent at a rate that classes below make depend on something."""
 
     def __init__(self, parameters: list[nn.Parameter], lr: float = 0.05, **more: Any) -> None:
-        super().__init__(parameters, {"lr": lr, "taken": 0} | more)
+        super().__init__(parameters, {"lr": lr} | more)
 
     def rate(self, group: dict[str, Any], parameters: list[nn.Parameter]) -> float:
         return 1.0
@@ -42,7 +32,6 @@ class Own(Optimizer):
         with torch.no_grad():
             for group in self.param_groups:
                 parameters = [p for p in group["params"] if p.grad is not None]
-                group["taken"] += 1
                 rate = scale * self.rate(group, parameters)
                 for p in parameters:
                     self.update(p, -group["lr"] * rate)
@@ -56,20 +45,6 @@ class Own(Optimizer):
         """What the script changes right after a step."""
 
 
-def _norm(parameters: list[nn.Parameter]) -> float:
-    return math.sqrt(sum(float(p.grad.norm()) ** 2 for p in parameters if p.grad is not None))
-
-
-class Late(Own):
-    def rate(self, group: dict[str, Any], parameters: list[nn.Parameter]) -> float:
-        return 1.0 if group["taken"] <= LATE else 1 / (1 + _norm(parameters))
-
-
-class Large(Own):
-    def rate(self, group: dict[str, Any], parameters: list[nn.Parameter]) -> float:
-        return 1 / (1 + _norm([p for p in parameters if p.numel() > LARGE]))
-
-
 class Threshold(Own):
     """Clips by a norm that no gradient reaches, until the script lowers it."""
 
@@ -77,53 +52,12 @@ class Threshold(Own):
         super().__init__(parameters, most=1e9)
 
     def rate(self, group: dict[str, Any], parameters: list[nn.Parameter]) -> float:
-        return min(1.0, float(group["most"]) / (_norm(parameters) + 1e-6))
+        norm = get_total_norm([p.grad for p in parameters if p.grad is not None])
+        return min(1.0, float(group["most"]) / (float(norm) + 1e-6))
 
     def meddle(self, draw: random.Random) -> None:
         if draw.random() < 0.3:
             self.param_groups[0]["most"] = 0.01
-
-
-class ReadsOther(Own):
-    """Reads the weights of its first parameter, also where it updates another one."""
-
-    def __init__(self, parameters: list[nn.Parameter]) -> None:
-        super().__init__(parameters)
-        self.first = [parameters[0]]
-
-    def rate(self, group: dict[str, Any], parameters: list[nn.Parameter]) -> float:
-        return float(self.first[0].detach().abs().mean())
-
-
-class ReadsAttribute(Own):
-    mult = 1.0
-
-    def rate(self, group: dict[str, Any], parameters: list[nn.Parameter]) -> float:
-        return self.mult
-
-    def meddle(self, draw: random.Random) -> None:
-        self.mult = draw.choice((0.5, 1.0, 2.0))
-
-
-class ReadsGlobal(Own):
-    def rate(self, group: dict[str, Any], parameters: list[nn.Parameter]) -> float:
-        return SETTINGS["rate"]
-
-    def meddle(self, draw: random.Random) -> None:
-        SETTINGS["rate"] = draw.choice((0.5, 1.0, 2.0))
-
-
-class ReadsTensor(Own):
-    """A tensor in its group, which the script changes in place."""
-
-    def __init__(self, parameters: list[nn.Parameter]) -> None:
-        super().__init__(parameters, mult=torch.ones(()))
-
-    def rate(self, group: dict[str, Any], parameters: list[nn.Parameter]) -> float:
-        return float(group["mult"])
-
-    def meddle(self, draw: random.Random) -> None:
-        self.param_groups[0]["mult"].fill_(draw.choice((0.5, 1.0, 2.0)))
 
 
 class CallsBack(Own):
@@ -245,15 +179,11 @@ def _hooked(parameters: list[nn.Parameter]) -> Optimizer:
     return optimizer
 
 
-OWN: tuple[type[Own], ...] = (
-    *(Own, Late, Large, Threshold, ReadsOther, ReadsAttribute, ReadsGlobal, ReadsTensor),
-    *(CallsBack, Draws, Counts),
-)
+Make = Callable[[list[nn.Parameter]], Optimizer]
+KINDS: tuple[type[Optimizer], ...] = (Own, Threshold, CallsBack, Draws, Counts, Normalised, Named)
 #: makers of optimizers, by name
-UNKNOWN: dict[str, Callable[[list[nn.Parameter]], Optimizer]] = {
-    **{kind.__name__: kind for kind in OWN},
-    "Normalised": Normalised,
-    "Named": Named,
+UNKNOWN: dict[str, Make] = {
+    **{kind.__name__: kind for kind in KINDS},
     "shadowed": _shadowed,
     "hooked": _hooked,
     "LBFGS": lambda parameters: torch.optim.LBFGS(
@@ -264,7 +194,7 @@ UNKNOWN: dict[str, Callable[[list[nn.Parameter]], Optimizer]] = {
         tolerance_change=-1.0,
     ),
 }
-VOUCHED: dict[str, Callable[[list[nn.Parameter]], Optimizer]] = {"Vouched": Vouched}
+VOUCHED: dict[str, Make] = {"Vouched": Vouched}
 
 
 def made(name: str, parameters: list[nn.Parameter]) -> Optimizer:

@@ -11,14 +11,12 @@ import copy
 import math
 import random
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import drawn_acts as acts
 import numpy as np
 import torch
-from drawn_gan import gan_round
-from drawn_optimizers import SETTINGS, Own, made, stepped
+from drawn_optimizers import Own, made, stepped
 from drawn_plans import Plan
 from torch import Tensor, nn
 from torch.amp import GradScaler
@@ -55,7 +53,6 @@ class Drawn:
         self.alone = random.Random(f"{plan.seed} {job.rank}")
         random.seed(3)
         np.random.seed(3)
-        SETTINGS["rate"] = 1.0
         self.models: list[Any] = []
         self.optimizers: list[Optimizer] = []
         self.scaler: GradScaler | None = None
@@ -67,7 +64,7 @@ class Drawn:
 
     def build(self) -> None:
         count = {"one": 1, "several": 1}.get(self.plan.loop, 2)
-        widths = [8] if count > 1 else [self._width()]
+        widths = [8] if count > 1 else [self.draw.choice((8, 16, 40))]
         self.models = [self._model(width) for width in widths * count]
         for index, name in enumerate(self.plan.optimizers):
             optimizer = made(name, self._parameters_of(index))
@@ -77,14 +74,11 @@ class Drawn:
         if self.plan.loop == "one" and not self.plan.calm and self.draw.random() < 0.2:
             self.scaler = GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
 
-    def _width(self) -> int:
-        return 128 if "Large" in self.plan.optimizers else self.draw.choice((8, 16, 40))
-
     def _model(self, width: int) -> Any:
         if self.finds_unused:
             return self._ddp(Branches(width))
         layers: list[nn.Module] = [nn.Linear(8, width)]
-        for _ in range(1 if "Large" in self.plan.optimizers else self.draw.randint(1, 3)):
+        for _ in range(self.draw.randint(1, 3)):
             layers += [nn.Tanh(), nn.Linear(width, width)]
         if self.plan.loop == "one" and not self.plan.calm and self.draw.random() < 0.2:
             layers.append(nn.BatchNorm1d(width))
@@ -110,7 +104,7 @@ class Drawn:
 
     def train(self) -> None:
         self.build()
-        one_round = partial(gan_round, self) if self.plan.loop == "gan" else self._round
+        one_round = self._gan_round if self.plan.loop == "gan" else self._round
         for step in range(self.plan.rounds):
             # A rank that leaves out the rest of a round draws what the others do all the same.
             self.draw = random.Random(f"{self.plan.seed} {step}")
@@ -191,6 +185,45 @@ class Drawn:
             if index == 0:
                 self.at("after_step", step, model)
         self._has_stepped = self._has_stepped or not overflows
+
+    def _gan_round(self, step: int) -> None:
+        """What the other's loss leaves is thrown away, or one is frozen while the other learns."""
+        job, draw = self.job, self.draw
+        generator, judge = self.models
+        of_generator, of_judge = self.optimizers[:2]
+        freezes = draw.choice(("", "", "judge", "generator", "both"))
+        freezes_generator = freezes in ("generator", "both")
+        freezes_judge = freezes in ("judge", "both")
+        # Without a graph, the generator has to be called again for its own loss.
+        has_graph = not freezes_generator and draw.random() < 0.7
+        if freezes_generator:
+            generator.requires_grad_(False)
+        with contextlib.nullcontext() if has_graph or freezes_generator else torch.no_grad():
+            fake = generator(job.inputs(step))
+        self.zero(of_judge)
+        self.at("zeroed", step, judge)
+        real = judge(job.inputs(500 + step))
+        loss = self.counted(real.square().mean() - judge(fake.detach()).square().mean(), step)
+        self.at("forward", step, judge)
+        loss.backward()
+        job.record("judge", loss)
+        self.at("before_step", step, judge)
+        job.record("returned", of_judge.step())
+        self.at("after_step", step, judge)
+        generator.requires_grad_(True)
+        if not has_graph:
+            fake = generator(job.inputs(step))
+        self.zero(of_generator)
+        if freezes_judge:
+            judge.requires_grad_(False)
+        by = judge.module if freezes_judge and draw.random() < 0.5 else judge
+        loss = self.counted(by(fake).square().mean(), step)
+        loss.backward()
+        if draw.random() < 0.5:
+            self.clip(list(generator.parameters()), 0.1)
+        job.record("generator", loss)
+        job.record("returned", of_generator.step())
+        judge.requires_grad_(True)
 
     def _choose_branches(self, step: int) -> None:
         """Those of the next pass: the same on all ranks, or not."""
@@ -299,5 +332,4 @@ def nothing_happens(moment: str, step: int, model: nn.Module) -> None:
 
 
 def train(job: Job, plan: Plan, at: At = nothing_happens) -> None:
-    """Carries a plan out."""
     Drawn(job, plan, at).train()

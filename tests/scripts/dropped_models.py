@@ -54,14 +54,14 @@ def dropped_in_turn(count: int, reads: bool, kind: type[Job] = Job) -> list[str]
     before = held()
     for turn in range(count):
         model = _trained(kind, reads=reads)
-        if not settles(partial(_is_gone, model, before)):
+        if not settles(partial(is_gone, model, before)):
             names = [thread.name for thread in threading.enumerate()]
             found.append(f"turn {turn}: {held()}, was {before}; {names}; gone: {model() is None}")
     kind.barrier()
     return found
 
 
-def _is_gone(model: weakref.ref[nn.Module], before: tuple[int, int]) -> bool:
+def is_gone(model: weakref.ref[nn.Module], before: tuple[int, int]) -> bool:
     threads, descriptors = held()
     return model() is None and threads <= before[0] and descriptors <= before[1]
 
@@ -78,8 +78,7 @@ def threads_of(count: int) -> list[int]:
     kept = []
     numbers = [held()[0]]
     for _ in range(count):
-        model = job.ddp(mlp())
-        optimizer = job.wrap(sgd(model), model)
+        model, optimizer = job.begin(sgd)
         train(job, model, optimizer)
         kept.append(model)
         numbers.append(held()[0])
@@ -92,8 +91,7 @@ def last_step_of_a_dropped_model() -> bool:
     weights = []
     for wrapped in (False, True):
         job = Job(wrapped=wrapped)
-        model = job.ddp(mlp())
-        optimizer = job.wrap(sgd(model), model)
+        model, optimizer = job.begin(sgd)
         train(job, model, optimizer)
         parameters = list(model.parameters())
         if wrapped:
@@ -125,8 +123,7 @@ def another_optimizer() -> bool:
 def left_alone(leaver: int) -> str:
     """What a rank raises that trains on after the other has unwrapped."""
     job = Job(wrapped=True, timeout_s=25.0)
-    model = job.ddp(mlp())
-    optimizer = job.wrap(sgd(model), model)
+    model, optimizer = job.begin(sgd)
     train(job, model, optimizer, steps=12)
 
     def train_on() -> None:

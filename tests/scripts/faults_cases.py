@@ -205,7 +205,6 @@ class Script:
 
 
 def before(place: str, name: str, act: Callable[[], object]) -> None:
-    """Has `act` called in front of a function of a module or a class."""
     owner = pkgutil.resolve_name(place)
     real = getattr(owner, name)
 

@@ -72,7 +72,6 @@ def one_does_not_wrap(who: int) -> None:
 
 
 def dies_in_wrap(victim: int) -> None:
-    """Rank `victim` dies when it should take part in the broadcast of a plain module."""
     model = net()
     if dist.get_rank() == victim:
         before("bytesched.plugins.c10d.hooked", "broadcast", FAULTS["kill"])
@@ -80,8 +79,6 @@ def dies_in_wrap(victim: int) -> None:
 
 
 class Skipping(nn.Module):
-    """Uses its middle layer unless `skip` is set."""
-
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(3)
@@ -94,7 +91,6 @@ class Skipping(nn.Module):
 
 
 def skips_a_layer(who: int, in_step: int) -> None:
-    """Rank `who` leaves a layer out in one step, and nobody said that this may happen."""
     model = Skipping()
     ddp = DistributedDataParallel(model)
     optimizer = sgd(model)
@@ -139,7 +135,6 @@ def skips_a_batch(who: int) -> None:
 
 
 def corrupts_the_state(who: int) -> None:
-    """On rank `who` the momentum of a parameter gets a wrong shape while a step is outstanding."""
     script = Script().wrap()
 
     def at(moment: str) -> None:
@@ -152,8 +147,6 @@ def corrupts_the_state(who: int) -> None:
 
 
 def catches_in_backward() -> None:
-    """Both ranks catch an exception of the user's in the middle of backward and train on."""
-
     def at(reached: str) -> None:
         if reached == "in_backward":
             script.at = lambda reached: None

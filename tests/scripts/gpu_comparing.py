@@ -20,8 +20,6 @@ DEVICE = torch.device("cuda", 0)
 
 
 class CudaJob(Job):
-    """A `Job` whose models and batches are on the device."""
-
     def record_state(self, model: nn.Module, *optimizers: torch.optim.Optimizer) -> None:
         assert {p.device for p in model.parameters()} == {DEVICE}
         super().record_state(model, *optimizers)
@@ -45,7 +43,6 @@ class HostsCudaJob(HostsJob, CudaJob):
 
 
 def why_not_here(name: str) -> str:
-    """Why torch cannot run an optimizer on the device; empty if it can."""
     kind, arguments = SPLITTABLE[name]
     parameter = nn.Parameter(torch.ones(2, device=DEVICE))
     parameter.grad = torch.ones(2, device=DEVICE)
@@ -57,7 +54,6 @@ def why_not_here(name: str) -> str:
 
 
 def why_not_compiled() -> str:
-    """Why torch cannot compile for the device; empty if it can."""
     # In this process: those of a pool would be forked from one that has opened the driver.
     importlib.import_module("torch._inductor.config").compile_threads = 1  # type: ignore[attr-defined]
     if not has_triton():

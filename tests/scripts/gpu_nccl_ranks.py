@@ -97,7 +97,6 @@ class DeterministicJob(CudaJob):
 
 
 def trained(job: Job, model: str) -> None:
-    """A small model of the bench's."""
     workload = gpu_workload(model, 0, DEVICE, job.rank, is_small=True)
     module = job.ddp(workload.make())
     optimizer = job.wrap(adamw(module), module)

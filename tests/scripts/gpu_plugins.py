@@ -14,6 +14,7 @@ from gpu_comparing import DEVICE
 from gpu_scripts import nccl
 from raised import raised
 from torch.nn import functional
+from training import differences
 from wave_cases import WIDTH
 
 from bytesched.config import Config
@@ -25,12 +26,11 @@ from bytesched.plugins.wave import ModelWaves
 # -- pipelines -------------------------------------------------------------------------
 
 
-def pipeline(kind: str, script: str, optimizer: str) -> list[int]:
-    """Numbers of the records that differ where each rank is a whole pipeline."""
+def pipeline(kind: str, script: str, optimizer: str) -> list[str]:
     return pipeline_cases.trains_as_plain(kind, script=script, optimizer=optimizer, device=DEVICE)
 
 
-def pipeline_over_nccl(kind: str, script: str) -> list[int]:
+def pipeline_over_nccl(kind: str, script: str) -> list[str]:
     """The same of one rank, attached by hand: nobody else has its stages."""
     with nccl() as group:
         plain, wrapped = (
@@ -42,19 +42,14 @@ def pipeline_over_nccl(kind: str, script: str) -> list[int]:
         expected = list(pipeline_cases.records(plain))
         config = Config.load(**pipeline_models.SMALL)
         session = begin._attach(
-            wrapped.optimizer,
-            staged(wrapped.schedule),
-            config,
-            Entry(group),
-            is_named=True,
+            wrapped.optimizer, staged(wrapped.schedule), config, Entry(group), is_named=True
         )
         with contextlib.closing(session):
             session.add_optimizer(wrapped.optimizer, type(wrapped.optimizer), cross=True)
             found = list(pipeline_cases.records(wrapped))
             session.flush()
             assert session.stats()["mode"] == "cross"
-        pairs = enumerate(zip(expected, found, strict=True))
-        return [n for n, (one, other) in pairs if not pipeline_cases.same(one, other)]
+        return list(differences(expected, found, "records"))
 
 
 # -- AdamA -----------------------------------------------------------------------------

@@ -160,7 +160,6 @@ def crossing(job: Job, model: Any, optimizer: Any) -> None:
 
 @contextlib.contextmanager
 def nccl() -> Iterator[dist.ProcessGroup]:
-    """A group over NCCL beside the default one."""
     torch.cuda.set_device(DEVICE)
     group = dist.new_group(backend="nccl")
     assert group is not None
@@ -299,7 +298,6 @@ def first_sent() -> tuple[list[int], int]:
 
 
 def captured_graph() -> str:
-    """What is said when a training step is captured into a CUDA graph."""
     with nccl() as group:
         model = DistributedDataParallel(wide(1).to(DEVICE), process_group=group)
         optimizer = sgd(model, lr=1e-4)

@@ -37,6 +37,9 @@ class Graph:
     target: Tensor
     weight: Tensor
 
+    def to(self, device: str) -> Graph:
+        return Graph(*(tensor.to(device) for tensor in vars(self).values()))
+
     def part(self, **options: Any) -> graphs.Partition:
         """This rank's; collective."""
         return graphs.Partition(self.owner, self.source, self.target, self.weight, **options)
@@ -108,12 +111,13 @@ def far(name: str, one: Tensor, other: Tensor) -> list[str]:
     return [] if one.shape == other.shape and difference < 1e-12 else [f"{name}: {difference}"]
 
 
-def equals_alone(kind: str, piece_bytes: int, needing: str = "weights") -> list[str]:
-    """What differs from one process, forward and backward, in two epochs."""
-    graph = graph_of(kind, dist.get_world_size())
+def equals_alone(
+    kind: str, piece_bytes: int, needing: str = "weights", device: str = "cpu"
+) -> list[str]:
+    graph = graph_of(kind, dist.get_world_size()).to(device)
     part = graph.part(piece_bytes=piece_bytes)
-    model, alone = GCN(part), GCN(graph.alone())
-    features, classes = rows_of()
+    model, alone = GCN(part).to(device), GCN(graph.alone()).to(device)
+    features, classes = (each.to(device) for each in rows_of())
     x = features[part.vertices].requires_grad_(needing == "features")
     all_x = features.clone().requires_grad_(needing == "features")
     wrong = []
@@ -285,12 +289,7 @@ def disagreements() -> list[str]:
     ]
     part = graph.part()
     x = rows_of()[0][part.vertices]
-    rows = (
-        x[last:],
-        x.float() if last else x,
-        x[:, last:],
-        x.clone().requires_grad_(bool(last)),
-    )
+    rows = (x[last:], x.float() if last else x, x[:, last:], x.clone().requires_grad_(bool(last)))
     with mock.patch.object(Peers, "start", side_effect=AssertionError("sent")):
         calls: list[Callable[[], object]] = [
             *(partial(graphs.Partition, **good | change) for change in differing),
@@ -302,7 +301,6 @@ def disagreements() -> list[str]:
 
 
 def dies_in_an_exchange(direction: str) -> None:
-    """The last rank dies before it sends rows, or their gradients."""
     rank, size = dist.get_rank(), dist.get_world_size()
     part = graph_of("directed", size).part()
     features, _ = rows_of()

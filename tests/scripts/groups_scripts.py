@@ -13,12 +13,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from faults_runner import tell
-from raised import raised
+from raised import prints_and_ends, raised
 from scripts_gradients import compressing
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from training import Job, backward
+from training import SMALL, Job, adamw, backward
 
 import bytesched
 
@@ -85,9 +84,6 @@ class Model(nn.Module):
     def experts(self) -> list[Experts]:
         return [layer.experts for layer in self.expert_layers]
 
-    def expert_names(self) -> list[str]:
-        return [name for name, _ in self.named_parameters() if ".experts." in name]
-
     def expert_parameters(self) -> list[nn.Parameter]:
         return [parameter for experts in self.experts for parameter in experts.parameters()]
 
@@ -106,13 +102,12 @@ def grid(ways: int) -> Any:
 
 def ignoring(model: Model) -> Model:
     """The same, whose experts are none of DDP's business."""
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, model.expert_names())
+    names = [name for name, _ in model.named_parameters() if ".experts." in name]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
     return model
 
 
 class Training:
-    """One run: wrapped, or with what a script does by hand."""
-
     def __init__(self, job: Job, how: str, ways: int, **arguments: Any) -> None:
         self.job = job
         self.model = Model(dist.get_rank() % ways)
@@ -135,7 +130,6 @@ class Training:
         self.wire: torch.dtype | None = None
 
     def wrap(self, kind: str, parameters: Iterable[nn.Parameter] = ()) -> Any:
-        """An optimizer of the parameters, or of all."""
         made = OPTIMIZERS[kind](list(parameters) or list(self.model.parameters()))
         return self.job.wrap(made, self.ddp, **self.fields)
 
@@ -154,7 +148,6 @@ class Training:
                 parameter.grad.copy_(sent)
 
     def passes(self, step: int) -> Tensor:
-        """Forward and backward; the loss."""
         loss: Tensor = self.ddp(self.job.inputs(step)).square().mean()
         loss.backward()
         self.reduce()
@@ -167,6 +160,15 @@ class Training:
         for optimizer in optimizers:
             optimizer.step()
         self.job.record(f"loss {step}", loss)
+
+    def steps(self, steps: range, *optimizers: torch.optim.Optimizer) -> None:
+        for step in steps:
+            self.step(step, *optimizers)
+
+    def whole(self, *optimizers: torch.optim.Optimizer, steps: int = STEPS) -> None:
+        """The usual loop, and its end."""
+        self.steps(range(steps), *optimizers)
+        self.end(*optimizers)
 
     def end(self, *optimizers: torch.optim.Optimizer) -> None:
         self.job.record_state(self.ddp, *optimizers)
@@ -193,21 +195,14 @@ def grouped(kind: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
 def trained(
     job: Job, how: str, ways: int, kind: str, arguments: Mapping[str, Any] = MappingProxyType({})
 ) -> None:
-    """The usual loop; the arguments are DDP's."""
     training = Training(job, how, ways, **arguments)
-    optimizer = training.wrap(kind)
-    for step in range(STEPS):
-        training.step(step, optimizer)
-    training.end(optimizer)
+    training.whole(training.wrap(kind))
 
 
 def compiled(job: Job, ways: int) -> None:
     training = Training(job, "attribute", ways)
     training.ddp = torch.compile(training.ddp, backend="eager")
-    optimizer = training.wrap("adamw")
-    for step in range(STEPS):
-        training.step(step, optimizer)
-    training.end(optimizer)
+    training.whole(training.wrap("adamw"))
 
 
 def begun_apart(job: Job, ways: int) -> None:
@@ -222,9 +217,7 @@ def begun_apart(job: Job, ways: int) -> None:
             parameter.data += dist.get_rank()
     optimizer = training.wrap("sgd")
     job.record_state(training.ddp)
-    for step in range(3):
-        training.step(step, optimizer)
-    training.end(optimizer)
+    training.whole(optimizer, steps=3)
 
 
 def compressed(job: Job, ways: int, wire: str) -> None:
@@ -240,10 +233,7 @@ def compressed(job: Job, ways: int, wire: str) -> None:
         if parameter not in training.groups:
             parameter.register_hook(short)
     compressing(job, training.ddp, wire)
-    optimizer = training.wrap("momentum")
-    for step in range(STEPS):
-        training.step(step, optimizer)
-    training.end(optimizer)
+    training.whole(training.wrap("momentum"))
 
 
 def two_partitions(job: Job) -> None:
@@ -252,10 +242,7 @@ def two_partitions(job: Job) -> None:
     second = training.model.experts[1]
     second.data_parallel_group = None
     training.groups.update(dict.fromkeys(second.parameters()))
-    optimizer = training.wrap("momentum")
-    for step in range(STEPS):
-        training.step(step, optimizer)
-    training.end(optimizer)
+    training.whole(training.wrap("momentum"))
 
 
 @grouped("adamw")
@@ -283,7 +270,6 @@ def unused(training: Training, optimizer: Any, step: int) -> None:
 
 @grouped("momentum")
 def accumulated(training: Training, optimizer: Any, step: int) -> None:
-    """Two passes under `no_sync`, and one that is reduced."""
     optimizer.zero_grad()
     for part in range(2):
         with training.ddp.no_sync():
@@ -304,8 +290,6 @@ def clipped(training: Training, optimizer: Any, step: int) -> None:
 
 @grouped("sgd")
 def in_a_closure(training: Training, optimizer: Any, step: int) -> None:
-    """Backward inside `step()`."""
-
     def closure() -> Tensor:
         optimizer.zero_grad()
         return training.passes(step)
@@ -347,23 +331,19 @@ def saved_and_loaded(job: Job, ways: int) -> None:
     """A checkpoint in the middle, a flush, and plain training after `unwrap`."""
     training = Training(job, "attribute", ways)
     optimizer = training.wrap("adamw")
-    for step in range(4):
-        training.step(step, optimizer)
+    training.steps(range(4), optimizer)
     saved = copy.deepcopy((training.ddp.state_dict(), optimizer.state_dict()))
     job.record("saved", [saved[1], *saved[0].values()])
-    for step in range(4, 6):
-        training.step(step, optimizer)
+    training.steps(range(4, 6), optimizer)
     if job.wrapped:
         bytesched.flush(optimizer)
     job.record_state(training.ddp, optimizer)
     training.ddp.load_state_dict(saved[0])
     optimizer.load_state_dict(saved[1])
-    for step in range(6, 9):
-        training.step(step, optimizer)
+    training.steps(range(6, 9), optimizer)
     job.unwrap(optimizer)
     training.by_hand = True
-    for step in range(9, 12):
-        training.step(step, optimizer)
+    training.steps(range(9, 12), optimizer)
     training.end(optimizer)
 
 
@@ -439,24 +419,17 @@ def other_groups_later() -> str:
 
 
 def dies(victim: int, moment: str) -> None:
-    """One rank is killed, and all others say so."""
     model = ignoring(Model(dist.get_rank() % 2))
     pairs = dist.new_group([0, 2]), dist.new_group([1, 3])
     for experts in model.experts:
         experts.data_parallel_group = pairs[dist.get_rank() % 2]
     ddp = DistributedDataParallel(model)
-    optimizer = bytesched.wrap(
-        torch.optim.AdamW(ddp.parameters(), lr=0.01),
-        ddp,
-        partition_bytes=256,
-        credit_bytes=512,
-        timeout_s=100.0,
-    )
+    optimizer = bytesched.wrap(adamw(ddp), ddp, **SMALL, timeout_s=100.0)
 
     def kill(_: Any = None) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
-    try:
+    def train() -> None:
         for step in range(6):
             is_last = step == 3 and dist.get_rank() == victim
             x = ddp(torch.ones(4, 8))
@@ -467,6 +440,5 @@ def dies(victim: int, moment: str) -> None:
                 kill()
             optimizer.step()
         bytesched.flush()
-    except bytesched.BytesschedError as error:
-        tell(error=type(error).__name__, text=str(error))
-        raise
+
+    prints_and_ends(train)

@@ -29,8 +29,6 @@ class Interrupted(Exception):
 
 @script(adamw, when="step", steps=8)
 def interrupted(job: Job, model: Any, optimizer: Any, step: int, where: str) -> None:
-    """An exception on every rank in the middle of a step, caught; training goes on."""
-
     def at(moment: str) -> None:
         if step in (3, 5) and moment == where:
             raise Interrupted
@@ -66,8 +64,7 @@ def patience_s() -> list[float]:
 
 def converted(job: Job, dtype: torch.dtype) -> None:
     """A model that is converted in mid-training, by whom the reducer was not told."""
-    model = job.ddp(mlp())
-    optimizer = job.wrap(sgd(model), model)
+    model, optimizer = job.begin(sgd)
     train(job, model, optimizer, steps=4)
     model.to(dtype)
     optimizer.zero_grad()
@@ -88,10 +85,8 @@ def errors_of_wrong_modules() -> list[str]:
 
 
 def nothing_kept() -> list[bool]:
-    """Whether model, parameters and optimizer are gone once unwrapped and let go."""
     job = Job(wrapped=True)
-    model = job.ddp(mlp())
-    optimizer = job.wrap(adamw(model), model)
+    model, optimizer = job.begin(adamw)
     train(job, model, optimizer)
     job.close()
     kept = [weakref.ref(model), weakref.ref(optimizer), weakref.ref(weight(model))]
@@ -124,8 +119,7 @@ def errors_of_reused() -> list[str]:
     kinds = []
     for wrapped in (False, True):
         job = Job(wrapped=wrapped)
-        model = job.ddp(Reused())
-        optimizer = job.wrap(sgd(model), model)
+        model, optimizer = job.begin(sgd, Reused)
         said = raised(partial(train, job, model, optimizer), Exception)
         kinds.append(said.partition(":")[0])
         raised(job.close)
@@ -141,22 +135,3 @@ def ends_with_a_step(wrapped: bool) -> None:
     atexit.register(lambda: print([array.tobytes().hex() for array in memory]))
     optimizer = job.wrap(adamw(model), model)
     train(job, model, optimizer)
-
-
-def skipped_on_one_rank(timeout_s: float) -> None:
-    """A loss that one rank alone finds unfit: it skips backward and step, and goes on."""
-    job = Job(wrapped=True, timeout_s=timeout_s)
-    model = job.ddp(mlp())
-    optimizer = job.wrap(sgd(model), model)
-
-    def run() -> None:
-        for step in range(8):
-            optimizer.zero_grad()
-            loss = model(job.inputs(step)).square().mean()
-            if step == 4 and job.rank == 1:
-                continue
-            loss.backward()
-            optimizer.step()
-        bytesched.flush()
-
-    print(raised(run), end="")

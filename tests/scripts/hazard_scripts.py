@@ -8,16 +8,17 @@ one rank reads while its peer has not even begun its backward pass.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-import unseen_models
 from looks import BEFORE_STEP, LOOKS, WITHOUT_VALUES, weight
 from rank_worker import signals
 from round_ways import HeldWork
+from scripts_models import Attention, Checkpointed, RawLinear, encoder, read_raw
 from scripts_optimizers import SignDescent
-from torch import Tensor
+from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.optim.lr_scheduler import StepLR
 from training import Job, adamw, backward, mlp, sgd, train
@@ -52,10 +53,8 @@ def waiting(job: Job, name: str, *, waits: bool = True) -> Iterator[None]:
 
 
 def looks(job: Job, kind: str, one_in: int) -> None:
-    """Looks of that kind, one in so many of them, while nothing of its step has arrived."""
     for name, look in list(LOOKS[kind].items())[::one_in]:
-        model = job.ddp(mlp())
-        optimizer = job.wrap(adamw(model), model)
+        model, optimizer = job.begin(adamw)
         free_steps(job, model, optimizer)
         backward(job, model, FREE_STEPS)
         if kind not in BEFORE_STEP:
@@ -85,8 +84,7 @@ def held_backward(job: Job, peer: Peer, model: Any, name: str = "go") -> Tensor:
 def crossing(job: Job, reader: int) -> None:
     """The reader goes through whole steps, up to the next forward, with the peer held back."""
     peer = Peer(job, reader)
-    model = job.ddp(mlp())
-    optimizer = job.wrap(adamw(model), model)
+    model, optimizer = job.begin(adamw)
     scheduler = StepLR(optimizer, 1, gamma=0.5)
     free_steps(job, model, optimizer)
     for step in range(3):
@@ -108,15 +106,13 @@ def two_optimizers(job: Job) -> None:
     first, *rest = model.parameters()
     one = job.wrap(torch.optim.SGD([first], lr=0.1), model)
     other = job.wrap(torch.optim.Adam(rest, lr=0.1), model)
-    train(
-        job,
-        model,
-        one,
-        steps=FREE_STEPS,
-        after_step=lambda _: other.step(),
-        zero_grad=model.zero_grad,
-    )
-    model.zero_grad()
+
+    def step_other(_: int) -> None:
+        other.step()
+
+    zero_grad = model.zero_grad
+    train(job, model, one, steps=FREE_STEPS, after_step=step_other, zero_grad=zero_grad)
+    zero_grad()
     backward(job, model, FREE_STEPS)
     one.step()
     with waiting(job, "other", waits=False):
@@ -145,10 +141,72 @@ def watched_step(job: Job, kind: str) -> None:
     job.record_state(model, optimizer)
 
 
+class Raw(nn.Module):
+    """Hands its own parameter, or those of a module that is never called, to a compiled kernel."""
+
+    def __init__(self, holder: nn.Module | None = None) -> None:
+        super().__init__()
+        self.holder = holder
+        self.own = nn.Parameter(torch.randn(8, 8) / 3) if holder is None else None
+        self.raw = [(parameter, parameter.data_ptr()) for parameter in self.parameters()]
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Any:
+        for parameter, address in self.raw:
+            x = read_raw(x, parameter, address)
+        return self.head(x)
+
+
+def items() -> nn.ParameterList:
+    return nn.ParameterList([nn.Parameter(torch.randn(8, 8) / 3) for _ in range(2)])
+
+
+class RawTied(nn.Module):
+    """One weight under two names, read by a kernel in both places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = RawLinear(8, 8), RawLinear(8, 8)
+        self.other.weight = self.one.weight
+        self.other.address = self.one.address
+
+    def forward(self, x: Tensor) -> Any:
+        return self.other(torch.tanh(self.one(x)))
+
+
+#: models whose weights are read where no tensor subclass can see it
+UNSEEN: dict[str, Callable[[], nn.Module]] = {
+    "leaf": lambda: nn.Sequential(RawLinear(8, 8), nn.Linear(8, 4)),
+    "root": Raw,
+    "child_weight": lambda: Raw(nn.Linear(8, 8, bias=False)),
+    "parameter_list": lambda: Raw(items()),
+    "tied": RawTied,
+    "attention": Attention,
+    "encoder_layer": lambda: nn.Sequential(nn.Unflatten(1, (1, 8)), encoder()),
+    "compiled": lambda: nn.Sequential(compiled(nn.Linear(8, 8))),
+    "compiled_in_place": lambda: compiled_in_place(nn.Sequential(nn.Linear(8, 8), nn.Tanh())),
+    "scripted": lambda: nn.Sequential(scripted(nn.Linear(8, 8)), nn.Linear(8, 4)),
+    "checkpoint": lambda: Checkpointed(reentrant=False),
+}
+
+
+def scripted(module: nn.Module) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.jit.script(module)
+
+
+def compiled(module: nn.Module, **arguments: Any) -> Any:
+    return torch.compile(module, backend="eager", **arguments)
+
+
+def compiled_in_place(module: nn.Module) -> nn.Module:
+    module.compile(backend="eager")
+    return module
+
+
 def unseen_reader(job: Job, name: str) -> None:
-    """A forward pass, with and without gradients, whose reads no tensor subclass can see."""
-    model = job.ddp(unseen_models.MODELS[name]())
-    optimizer = job.wrap(adamw(model), model)
+    model, optimizer = job.begin(adamw, UNSEEN[name]())
     train(job, model, optimizer, steps=FREE_STEPS + 1)
     model.eval()
     with torch.no_grad(), waiting(job, name):
@@ -163,9 +221,8 @@ def graphs_compiled(job: Job) -> None:
     torch._dynamo.reset()
     counters.clear()
     module = mlp()
-    module[2] = unseen_models.compiled(module[2], fullgraph=True)
-    model = job.ddp(module)
-    optimizer = job.wrap(adamw(model), model)
+    module[2] = compiled(module[2], fullgraph=True)
+    model, optimizer = job.begin(adamw, module)
     train(job, model, optimizer)
     job.record("graphs", counters["stats"]["unique_graphs"])
     job.record_state(model, optimizer)

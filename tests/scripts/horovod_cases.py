@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 import time
@@ -51,15 +52,9 @@ def plugin_contract(name: str) -> None:
     getattr(HorovodContract(), name)()
 
 
-class Words(nn.Module):
+def words() -> nn.Sequential:
     """A sparse gradient, which stays with Horovod, behind dense ones."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.head = nn.Embedding(12, 8, sparse=True), nn.Linear(8, 4)
-
-    def forward(self, tokens: Tensor) -> Any:
-        return self.head(self.table(tokens))
+    return nn.Sequential(nn.Embedding(12, 8, sparse=True), nn.Linear(8, 4))
 
 
 def tokens(step: int) -> Tensor:
@@ -80,7 +75,7 @@ def cpu_of_python_s() -> float:
 def cpu_while_waiting(how: str, seconds: float) -> float:
     """CPU seconds that rank 0 burns while it waits `seconds` for rank 1's backward pass."""
     job = HorovodJob(wrapped=True, timeout_s=NO_TIMEOUT_S)
-    model = job.ddp(Words() if how == "sparse" else mlp())
+    model = job.ddp(words() if how == "sparse" else mlp())
     inputs = tokens if how == "sparse" else job.inputs
     optimizer = job.wrap(sgd(model, momentum=0.0), model)
     train(job, model, optimizer, steps=3, inputs=inputs)
@@ -113,11 +108,11 @@ def cpu_while_waiting(how: str, seconds: float) -> float:
 def gave_up_waiting_for_sparse(who: int) -> dict[str, Any]:
     """The other rank has reduced all but its sparse gradient, which it keeps from rank `who`."""
     job = HorovodJob(wrapped=True, timeout_s=4 if hvd.rank() == who else NO_TIMEOUT_S)
-    model = Words()
+    model: Any = words()
     optimizer = job.wrap(sgd(model, momentum=0.0), model)
     train(job, model, optimizer, steps=3, inputs=tokens)
     if job.rank != who:
-        model.table.weight.register_hook(lambda grad: signals().wait("timed out"))
+        model[0].weight.register_hook(lambda grad: signals().wait("timed out"))
     told = refusal(lambda: train(job, model, optimizer, steps=1, inputs=tokens))
     signals().set("timed out")
     refusal(job.close)
@@ -178,7 +173,6 @@ class Hidden(nn.Module):
 
 
 def unannounced_sparse(who: tuple[int, ...], in_step: int) -> dict[str, Any]:
-    """The gradients of ranks `who` turn out sparse in one step."""
     job = HorovodJob(wrapped=True, timeout_s=NO_TIMEOUT_S)
     model = Hidden()
     optimizer = job.wrap(sgd(model, momentum=0.0), model)
@@ -201,7 +195,6 @@ def job_to_fail(*, tuned: bool, timeout_s: float = NO_TIMEOUT_S) -> HorovodJob:
 
 
 def wait_until_nothing_is_sent(model: nn.Module) -> None:
-    """Returns when all chunks that have been announced are reduced."""
     session = session_of(model)
     assert isinstance(session, HookedSession)
     chunks = [chunk for bucket in session.source.buckets for chunk in bucket.chunks]
@@ -285,7 +278,6 @@ def failed_update(who: int, tuned: bool, is_owed: bool) -> dict[str, Any]:
 
 
 def gave_up_waiting(who: int, after_steps: int, tuned: bool) -> dict[str, Any]:
-    """Rank `who` waits for the other one, but not long enough; it has announced everything."""
     job = job_to_fail(tuned=tuned, timeout_s=4 if hvd.rank() == who else NO_TIMEOUT_S)
     model = mlp()
     optimizer = job.wrap(sgd(model), model, credit_bytes=1 << 20)
@@ -330,6 +322,10 @@ def left_as_it_was(kind: str) -> dict[str, Any]:
         }
 
 
+def prints_what_is_left(kind: str) -> None:
+    print(json.dumps(left_as_it_was(kind)))
+
+
 def joined_while_tuned() -> dict[str, Any]:
     """Rank 0 has fewer batches, and sizes change all the time."""
     job = job_to_fail(tuned=True)
@@ -349,7 +345,6 @@ def joined_while_tuned() -> dict[str, Any]:
 
 
 def planned_order(steps: int) -> list[int] | None:
-    """The order in which chunks of a small model are sent after so many steps."""
     job = HorovodJob(wrapped=True, partition_bytes=256)
     model = mlp()
     train(job, model, job.wrap(sgd(model), model), steps=steps)
@@ -373,8 +368,7 @@ def wrapped_by_class_name() -> tuple[bool, str]:
 def weights_after_closures() -> Any:
     """Weights trained through closures that run backward, on which plain Horovod's ranks differ."""
     job = HorovodJob(wrapped=True)
-    model = job.ddp(mlp())
-    optimizer = job.wrap(sgd(model), model)
+    model, optimizer = job.begin(sgd)
     for step in range(4):
         optimizer.step(closure_of(job, model, optimizer, step))
     weights = frozen(model.state_dict())

@@ -24,8 +24,6 @@ REHEARSAL_TIMEOUT_S = 60.0
 
 
 class HorovodScript(Script):
-    """The same loop under Horovod."""
-
     def __init__(
         self,
         at: Callable[[str], object] = lambda moment: None,
@@ -45,7 +43,6 @@ class HorovodScript(Script):
 
 
 def train_until_fault(victim: int, moment: str, fault: str) -> None:
-    """Rank `victim` meets `fault` at `moment`; whoever notices tells."""
     # Functions registered first run last, so this one sees what the library's own left behind.
     atexit.register(lambda: tell(threads_left=[name for name in threads() if "bytesched" in name]))
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn, optim
 from torch.nn.utils import clip_grad_norm_
-from training import STEPS, adamw, backward, mlp, script, sgd, train
+from training import STEPS, adamw, backward, gradients, mlp, script, sgd, train
 
 if TYPE_CHECKING:
     from horovod_training import HorovodJob
@@ -43,8 +42,7 @@ def accumulate(job: HorovodJob, model: Any, optimizer: Any, step: int, passes: i
 
 
 def given(job: HorovodJob, arguments: dict[str, Any]) -> None:
-    model = job.ddp(mlp())
-    optimizer = job.wrap(adamw(model), model, horovod=arguments)
+    model, optimizer = job.begin(adamw, fields={"horovod": arguments})
     for step in range(STEPS):
         accumulate(job, model, optimizer, step, arguments.get("backward_passes_per_step", 1))
         with torch.no_grad():
@@ -68,8 +66,7 @@ def partial_window(job: HorovodJob, model: Any, optimizer: Any) -> None:
 
 def too_many_backwards(job: HorovodJob, passes: int) -> None:
     """One backward more than was said: Horovod's own error."""
-    model = job.ddp(mlp())
-    optimizer = job.wrap(sgd(model), model, horovod={"backward_passes_per_step": passes})
+    model, optimizer = job.begin(sgd, fields={"horovod": {"backward_passes_per_step": passes}})
     for step in range(STEPS):
         accumulate(job, model, optimizer, step, passes)
     passes_of(job, model, 0, passes)
@@ -80,21 +77,16 @@ def too_many_backwards(job: HorovodJob, passes: int) -> None:
     job.record("complained", True)
 
 
-@script(adamw, when="step")
+@script(adamw, when="update")
 def clipped(job: HorovodJob, model: Any, optimizer: Any, step: int) -> None:
-    optimizer.zero_grad()
-    loss = backward(job, model, step)
     with synchronized(optimizer):
         job.record("norm", clip_grad_norm_(model.parameters(), 0.05, foreach=step % 2 == 0))
-        job.record("gradients", [p.grad for p in model.parameters()])
-    job.record("loss", loss)
+        job.record("gradients", gradients(model))
 
 
-@script(adamw, when="step")
+@script(adamw, when="update")
 def clipped_without_synchronize(job: HorovodJob, model: Any, optimizer: Any, step: int) -> None:
     """Under plain Horovod a race; here gradients that are read are complete."""
-    optimizer.zero_grad()
-    backward(job, model, step)
     with contextlib.nullcontext() if job.wrapped else synchronized(optimizer):
         job.record("norm", clip_grad_norm_(model.parameters(), 0.05))
     if job.wrapped:
@@ -104,18 +96,16 @@ def clipped_without_synchronize(job: HorovodJob, model: Any, optimizer: Any, ste
 @script(sgd)
 def synchronized_twice(job: HorovodJob, model: Any, optimizer: Any) -> None:
     """`synchronize()`, then `step()` without skipping it: averaged again, and warned about."""
+
+    def average(_: int) -> None:
+        optimizer.synchronize()
+        job.record("gradients", gradients(model))
+        # So that averaging again makes a difference.
+        torch._foreach_mul_(gradients(model), 1 + job.rank)
+
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for step in range(STEPS):
-            optimizer.zero_grad()
-            backward(job, model, step)
-            optimizer.synchronize()
-            job.record("gradients", [p.grad for p in model.parameters()])
-            with torch.no_grad():
-                for p in model.parameters():
-                    # So that averaging again makes a difference.
-                    p.grad.mul_(1 + job.rank)
-            optimizer.step()
+        train(job, model, optimizer, before_step=average)
     job.record("warned", [str(w.message) for w in caught if "skip_synchronize" in str(w.message)])
 
 
@@ -123,29 +113,20 @@ def synchronized_twice(job: HorovodJob, model: Any, optimizer: Any) -> None:
 def synchronize_alone(job: HorovodJob, model: Any, optimizer: Any) -> None:
     """`synchronize()` several times, before any backward pass, and without a step after it."""
     optimizer.synchronize()
-    job.record("gradients", [p.grad for p in model.parameters()])
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        backward(job, model, step)
+    job.record("gradients", gradients(model))
+
+    def update(step: int) -> None:
         optimizer.synchronize()
         with synchronized(optimizer, steps=step % 2 == 1):
-            job.record("gradients", [p.grad for p in model.parameters()])
+            job.record("gradients", gradients(model))
+
+    train(job, model, optimizer, update=update)
 
 
-def steps_in_a_row(job: HorovodJob) -> None:
-    model = job.ddp(mlp())
-    optimizer = job.wrap(adamw(model), model, horovod={"op": "Sum"})
-    train(job, model, optimizer, after_step=lambda step: step % 3 and optimizer.step())
-    job.record_state(model, optimizer)
-
-
-@script(partial(adamw, weight_decay=0.1))
-def step_without_backward(job: HorovodJob, model: Any, optimizer: Any) -> None:
-    """Parameters without a gradient get zeros, so that decay and momentum move them."""
-    optimizer.step()
-    optimizer.zero_grad()
-    optimizer.step()
-    train(job, model, optimizer, after_step=lambda _: (optimizer.zero_grad(), optimizer.step()))
+@script(adamw, when="after_step", fields={"horovod": {"op": "Sum"}})
+def steps_in_a_row(job: HorovodJob, model: Any, optimizer: Any, step: int) -> None:
+    if step % 3:
+        optimizer.step()
 
 
 @script(sgd)
@@ -172,27 +153,6 @@ def zeroed_after_synchronize(job: HorovodJob, model: Any, optimizer: Any, step: 
     model.zero_grad(set_to_none=step % 2 == 0)
 
 
-ZEROINGS = ("optimizer", "model_to_none", "model_to_zero", "by_hand_to_zero", "never")
-
-
-@script(sgd)
-def zeroed(job: HorovodJob, model: Any, optimizer: Any, how: str) -> None:
-    def by_hand() -> None:
-        for p in model.parameters():
-            if p.grad is not None:
-                p.grad.zero_()
-
-    zero: Callable[[], object] = {
-        "optimizer": optimizer.zero_grad,
-        "model_to_none": model.zero_grad,
-        "model_to_zero": partial(model.zero_grad, set_to_none=False),
-        "by_hand_to_zero": by_hand,
-        "never": lambda: None,
-    }[how]
-    train(job, model, optimizer, zero_grad=zero)
-    train(job, model, optimizer, zero_grad=lambda: None, after_step=lambda _: zero())
-
-
 def grouped_by_list(job: HorovodJob) -> None:
     """Two groups that cut across layers; the rest on its own."""
     model = job.ddp(mlp())
@@ -200,11 +160,12 @@ def grouped_by_list(job: HorovodJob) -> None:
     groups = [parameters[::3], parameters[1::3]]
     optimizer = job.wrap(sgd(model), model, horovod={"groups": groups})
     train(job, model, optimizer)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        backward(job, model, step)
+
+    def clip(_: int) -> None:
         with synchronized(optimizer):
             clip_grad_norm_(model.parameters(), 0.05)
+
+    train(job, model, optimizer, update=clip)
     job.record_state(model, optimizer)
 
 
@@ -218,12 +179,10 @@ def grouped_with_others(job: HorovodJob) -> None:
     optimizer = job.wrap(
         optim.AdamW(parameters, lr=0.01), model, names=names, horovod={"groups": groups}
     )
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        loss = (model(job.inputs(step)) * scale.sum()).square().mean()
-        loss.backward()
-        optimizer.step()
-        job.record("scale", scale)
+    train(
+        *(job, lambda x: model(x) * scale.sum(), optimizer),
+        after_step=lambda _: job.record("scale", scale),
+    )
     job.record_state(model, optimizer)
 
 
@@ -234,11 +193,16 @@ def half_on_the_wire(job: HorovodJob, op: str, factor: float, shift: float) -> N
     if op == "Average":
         arguments["gradient_predivide_factor"] = factor
     optimizer = job.wrap(sgd(model), model, horovod=arguments)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        (model(job.inputs(step)).square().mean() * shift).backward()
+
+    def update(_: int) -> None:
         with synchronized(optimizer):
-            job.record("gradients", [p.grad for p in model.parameters()])
+            job.record("gradients", gradients(model))
+
+    train(
+        *(job, model, optimizer),
+        loss=lambda step: model(job.inputs(step)).square().mean() * shift,
+        update=update,
+    )
     job.record_state(model, optimizer)
 
 
@@ -252,9 +216,7 @@ def double_precision(job: HorovodJob, factor: float) -> None:
 @script(
     lambda model: optim.SGD(model.parameters(), lr=0.01),
     module=lambda: nn.Sequential(nn.Linear(8, 13).half(), nn.Linear(13, 5).half()),
-    when="step",
+    when="loss",
 )
-def half_precision(job: HorovodJob, model: Any, optimizer: Any, step: int) -> None:
-    optimizer.zero_grad()
-    model(job.inputs(step).half()).float().square().mean().backward()
-    optimizer.step()
+def half_precision(job: HorovodJob, model: Any, optimizer: Any, step: int) -> Any:
+    return model(job.inputs(step).half()).float().square().mean()

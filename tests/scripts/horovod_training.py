@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import horovod.torch as hvd
 from restless import RestlessJob, ScriptedJob
 from torch import nn
 from torch.optim import Optimizer
-from training import Job
+from training import Job, compare
 
 
 class Root(nn.Module):
@@ -23,8 +24,6 @@ class Root(nn.Module):
 
 
 class HorovodJob(Job):
-    """One run of a script on one Horovod rank."""
-
     #: Scripts do not import Horovod, so that tests name them where it is not installed.
     hvd = hvd
 
@@ -38,6 +37,9 @@ class HorovodJob(Job):
 
     def ddp(self, module: nn.Module, **arguments: Any) -> Any:
         return Root(module)
+
+    def started(self, optimizer: Optimizer, model: nn.Module) -> Any:
+        return self.distributed(optimizer, model)
 
     def distributed(
         self, optimizer: Optimizer, model: nn.Module, names: Any = None, **horovod: Any
@@ -70,3 +72,11 @@ class RestlessHorovodJob(RestlessJob, HorovodJob):
 
 class ScriptedHorovodJob(ScriptedJob, HorovodJob):
     """One whose wrapped run passes through given settings."""
+
+
+def compare_over_mpi(cases: dict[str, tuple[tuple[str, str], list[Any]]]) -> None:
+    """Prints of each script where its wrapped run differs from a plain one, and how it ended."""
+    assert hvd.mpi_enabled()
+    for name, (script, args) in cases.items():
+        found, stats = compare(script, tuple(args), kind=HorovodJob)
+        print(json.dumps({"case": name, "found": found[:20], "mode": stats["mode"]}), flush=True)

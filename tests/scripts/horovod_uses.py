@@ -1,4 +1,4 @@
-"""Training scripts on Horovod: what a script does beside training, between and during steps."""
+"""Training scripts on Horovod: what a script does beside training, its models and optimizers."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from horovod_scripts import accumulate, synchronized
-from scripts_optimizers import SCHEDULES
-from torch import Tensor, nn
-from training import STEPS, adamw, backward, mlp, script, sgd, train
+from scripts_models import Branching, Mixed, batch, frozen_mlp
+from torch import Tensor, nn, optim
+from training import STEPS, adamw, mlp, script, sgd, train
 
 if TYPE_CHECKING:
     from horovod_training import HorovodJob
@@ -48,16 +48,18 @@ def broadcast(job: HorovodJob) -> None:
 def collectives_of_the_user(job: HorovodJob, model: Any, optimizer: Any) -> None:
     """Metrics, weights and gradients handed to Horovod between and during steps."""
     first, *_, last = model.parameters()
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        loss = backward(job, model, step)
-        job.record("loss", job.hvd.allreduce(loss.detach(), name="loss"))
+
+    def update(step: int) -> None:
+        loss = torch.tensor(float(step + job.rank))
+        job.record("loss", job.hvd.allreduce(loss, name="loss"))
         with synchronized(optimizer):
             job.record("gradient", job.hvd.allreduce(last.grad, op=job.hvd.Sum, name="a gradient"))
         job.record("gathered", job.hvd.allgather(first.detach(), name="a weight"))
         job.record("sum", job.hvd.allreduce(last.data, op=job.hvd.Sum, name="another weight"))
         job.record("objects", job.hvd.allgather_object(float(first.sum())))
         job.hvd.barrier()
+
+    train(job, model, optimizer, update=update)
 
 
 @script(adamw)
@@ -77,16 +79,14 @@ def collectives_without_synchronize(job: HorovodJob, model: Any, optimizer: Any)
 
 def resumed(job: HorovodJob) -> None:
     """Saved on one rank in the middle, loaded into new objects there, broadcast, trained on."""
-    model = job.ddp(mlp())
-    optimizer = job.wrap(adamw(model), model)
+    model, optimizer = job.begin(adamw)
     train(job, model, optimizer, steps=4)
     file = io.BytesIO()
     if job.rank == 0:
         torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
         file.seek(0)
     job.unwrap(optimizer)
-    model = job.ddp(mlp())
-    optimizer = job.wrap(adamw(model), model)
+    model, optimizer = job.begin(adamw)
     if job.rank == 0:
         loaded = torch.load(file, weights_only=True)
         model.load_state_dict(loaded["model"])
@@ -97,19 +97,9 @@ def resumed(job: HorovodJob) -> None:
     job.record_state(model, optimizer)
 
 
-def scheduled(job: HorovodJob, name: str) -> None:
-    model = job.ddp(mlp())
-    optimizer = job.distributed(sgd(model), model)
-    scheduler = SCHEDULES[name](optimizer)
-    job.wrap(optimizer, model)
-    train(job, model, optimizer, after_step=lambda _: scheduler.step())
-    job.record_state(model, optimizer)
-
-
-def step_hooks(job: HorovodJob, made: str) -> None:
+@script(adamw, wraps=False)
+def step_hooks(job: HorovodJob, model: Any, optimizer: Any, made: str) -> None:
     """Hooks of the user's on `step()`, which torch runs twice under Horovod."""
-    model = job.ddp(mlp())
-    optimizer = job.distributed(adamw(model), model)
     first = next(model.parameters())
 
     def warm_up(*_: Any) -> None:
@@ -123,7 +113,6 @@ def step_hooks(job: HorovodJob, made: str) -> None:
     if made == "before":
         job.wrap(optimizer, model)
     train(job, model, optimizer)
-    job.record_state(model, optimizer)
 
 
 @script(sgd, fields={"horovod": {"backward_passes_per_step": 2}})
@@ -155,35 +144,22 @@ def unwrapped_between_backward_and_step(job: HorovodJob, groups: int | None, op:
     job.record_state(model, optimizer)
 
 
-@script(adamw)
-def scaler_off(job: HorovodJob, model: Any, optimizer: Any) -> None:
-    scaler = torch.amp.GradScaler("cpu", enabled=False)
+def scaled(job: HorovodJob, kind: str) -> None:
+    """`GradScaler` as Horovod documents it, with an overflow on one rank; or one that is "off"."""
+    model, is_off = job.ddp(mlp()), kind == "off"
+    optimizer = job.wrap(adamw(model, fused=kind == "fused"), model)
+    scaler = torch.amp.GradScaler("cpu", 1024.0, growth_interval=2, enabled=not is_off)
     for step in range(STEPS):
         optimizer.zero_grad()
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=is_off):
             loss = model(job.inputs(step)).float().square().mean()
-        scaler.scale(loss).backward()
-        with synchronized(optimizer, partial(scaler.step, optimizer)):
-            scaler.unscale_(optimizer)
-        scaler.update()
-        job.record("loss", loss)
-
-
-def scaled(job: HorovodJob, fused: bool) -> None:
-    """`GradScaler` as Horovod documents it, with an overflow on one rank."""
-    model = job.ddp(mlp())
-    optimizer = job.wrap(adamw(model, fused=fused), model)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        loss = model(job.inputs(step)).square().mean()
-        if step == 3 and job.rank == 1:
+        if step == 3 and job.rank == 1 and not is_off:
             loss = loss * float("inf")
         scaler.scale(loss).backward()
         with synchronized(optimizer, partial(scaler.step, optimizer)):
             scaler.unscale_(optimizer)
         scaler.update()
-        job.record("scale", scaler.get_scale())
+        job.record("scale", [loss, scaler.get_scale()])
     job.record_state(model, optimizer)
 
 
@@ -226,3 +202,138 @@ def joined_early(
     job.record("last to join", last)
     job.hvd.broadcast_parameters(model.state_dict(), root_rank=last)
     train(job, model, optimizer, first_step=together + alone, steps=9)
+
+
+# -- models, several of them, and several optimizers ----------------------------------------
+
+
+TURNS = ("same_on_all_ranks", "differing_ranks", "all_but_one_first")
+
+
+@script(partial(adamw, weight_decay=0.1), module=Branching)
+def branching(job: HorovodJob, model: Any, optimizer: Any, turns: str) -> None:
+    """Parameters left out on some ranks in some steps: zeros, so that Adam moves them."""
+    plans = {
+        "same_on_all_ranks": ["left", "right", "both"],
+        "differing_ranks": ["left", "right", "both"] if job.rank else ["right", "right", "left"],
+        "all_but_one_first": ["both", "left", "right"],
+    }
+
+    def turn(step: int) -> Tensor:
+        model.module.turn = plans[turns][step % 3]
+        return job.inputs(step)
+
+    train(job, model, optimizer, steps=3 * STEPS, inputs=turn)
+    job.record("gradients", [p.grad for p in model.parameters()])
+
+
+@script(sgd, module=Branching, when="step", fields={"horovod": {"backward_passes_per_step": 2}})
+def branching_accumulated(job: HorovodJob, model: Any, optimizer: Any, step: int) -> None:
+    """Each of two passes uses another branch; what is used once only is reduced in `step()`."""
+    optimizer.zero_grad()
+    for turn in ("left", "right" if step % 2 else "both"):
+        model.module.turn = turn
+        model(job.inputs(step)).square().mean().backward()
+    optimizer.step()
+
+
+@script(adamw, module=lambda: nn.ModuleDict({"one": mlp(), "other": mlp()}), when="step")
+def two_losses_of_parts(job: HorovodJob, model: Any, optimizer: Any, step: int) -> None:
+    optimizer.zero_grad()
+    for part in ("one", "other") if step % 2 else ("other", "one"):
+        loss = model.module[part](job.inputs(step)).square().mean()
+        loss.backward()
+        job.record("loss", loss)
+    optimizer.step()
+
+
+def sparse(job: HorovodJob, as_dense: bool, op: str, passes: int = 1) -> None:
+    dense = nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 12)
+    model = job.ddp(nn.Sequential(nn.Embedding(12, 8, sparse=True), *dense))
+    arguments = {"sparse_as_dense": as_dense, "op": op, "backward_passes_per_step": passes}
+    optimizer = job.wrap(sgd(model, momentum=0.0), model, horovod=arguments)
+    for step in range(2 * STEPS):
+        optimizer.zero_grad()
+        for micro in range(passes):
+            loss = model(batch(job, "tied", passes * step + micro)).square().mean()
+            loss.backward()
+            job.record("loss", loss)
+        if step < STEPS:
+            optimizer.step()
+            continue
+        with synchronized(optimizer):
+            job.record("gradient", model.module[0].weight.grad)
+    job.record_state(model, optimizer)
+
+
+def mixed() -> nn.Module:
+    """Horovod takes no gradients but contiguous ones."""
+    model = Mixed(torch.float16)
+    model.transposed = nn.Parameter(model.transposed.detach().contiguous())
+    return model
+
+
+@script(sgd, mixed)
+def mixed_dtypes(job: HorovodJob, model: Any, optimizer: Any) -> None:
+    train(job, model, optimizer)
+
+
+@script(sgd, frozen_mlp)
+def thawed(job: HorovodJob, model: Any, optimizer: Any) -> None:
+    """What was frozen when Horovod's optimizer was made is never averaged."""
+    train(job, model, optimizer, steps=3)
+    model.module[0].requires_grad_(True)
+    train(job, model, optimizer, first_step=3)
+
+
+def named(model: nn.Module, prefix: str) -> list[tuple[str, nn.Parameter]]:
+    return [(f"{prefix}.{name}", p) for name, p in model.named_parameters()]
+
+
+def two_models(job: HorovodJob) -> None:
+    """A generator and a discriminator: each step of one runs the other as well."""
+    generator, judge = job.ddp(mlp()), job.ddp(nn.Sequential(nn.Linear(4, 8), nn.ReLU()))
+    one = job.wrap(adamw(generator), generator, names=named(generator, "generator"))
+    other = job.wrap(adamw(judge), judge, names=named(judge, "judge"))
+    for step in range(STEPS):
+        fake = generator(job.inputs(step))
+        other.zero_grad()
+        judged = judge(fake.detach()).mean() - judge(job.inputs(step, 4, 4)).mean()
+        judged.backward()
+        other.step()
+        one.zero_grad()
+        fooled = -judge(fake).mean()
+        fooled.backward()
+        one.step()
+        # The second loss left gradients of the judge on their way.
+        other.synchronize()
+        job.record("losses", [judged, fooled])
+    job.record_state(generator, one)
+    job.record_state(judge, other)
+
+
+def two_optimizers(job: HorovodJob, wraps_both: bool) -> None:
+    """One for the first layer, one for the rest, stepped in both orders."""
+    model = job.ddp(mlp())
+    first, *rest = model.parameters()
+    one = job.wrap(optim.Adam([first], lr=0.01), model)
+    other = (job.wrap if wraps_both else job.distributed)(sgd(nn.ParameterList(rest)), model)
+
+    def update(step: int) -> None:
+        for optimizer in (one, other) if step % 2 and wraps_both else (other, one):
+            optimizer.step()
+
+    train(job, model, one, zero_grad=model.zero_grad, update=update)
+    job.record_state(model, one, other)
+
+
+def process_set(job: HorovodJob, compression: str) -> None:
+    added = job.hvd.add_process_set([0, 2])
+    model = job.ddp(mlp())
+    arguments = {"process_set": added, "gradient_predivide_factor": 1.5, "compression": compression}
+    optimizer = job.wrap(adamw(model), model, horovod=arguments)
+    train(job, model, optimizer)
+    job.record_state(model, optimizer)
+    job.close()
+    job.hvd.barrier()
+    job.hvd.remove_process_set(added)

@@ -9,15 +9,17 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
+from functools import partial
 from threading import Event
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import torch
-from dropped_models import held, settles
-from kv_training import OPTIMIZERS, batches, model_of
+from dropped_models import held, is_gone, settles
+from kv_training import OPTIMIZERS, batches, model_of, train
 from mpi4py import MPI
+from raised import raised
 from torch import nn
 
 import bytesched
@@ -35,15 +37,6 @@ TIMEOUT_S = 100.0
 
 #: what one case leaves for the next
 saved: dict[str, Any] = {}
-
-
-def raises(kind: type[Exception], call: Callable[[], object], text: str) -> None:
-    seen = ""
-    try:
-        call()
-    except kind as error:
-        seen = str(error)
-    assert text in seen, f"no {kind.__name__} with {text!r}, but {seen!r}"
 
 
 def optimizer_in_the_store() -> None:
@@ -120,27 +113,12 @@ def keys_of_many_sizes_over_mpi() -> None:
     kv.close()
 
 
-def steps_of(model: nn.Module, optimizer: Any, data: Any) -> None:
-    for inputs, targets in data:
-        optimizer.zero_grad()
-        nn.functional.mse_loss(model(inputs), targets).backward()
-        optimizer.step()
-
-
 def _dropped(kv: MPIKVStore) -> weakref.ref[nn.Module]:
     """A model that was wrapped and trained, and that nothing refers to any more."""
     model = model_of(0)
     optimizer = bytesched.wrap(OPTIMIZERS["sgd"](model.parameters()), model, kvstore=kv)
-    steps_of(model, optimizer, batches(kv.rank))
+    train(model, optimizer, batches(kv.rank))
     return weakref.ref(model)
-
-
-def _stays(model: weakref.ref[nn.Module], before: tuple[int, int]) -> None:
-    assert settles(lambda: model() is None), "something keeps the model"
-    assert settles(lambda: all(now <= then for now, then in zip(held(), before, strict=True))), (
-        f"threads and descriptors: {held()}, was {before}; "
-        f"{[thread.name for thread in threading.enumerate()]}"
-    )
 
 
 def a_session_ends_with_its_model(*, updates: bool = False) -> None:
@@ -148,7 +126,10 @@ def a_session_ends_with_its_model(*, updates: bool = False) -> None:
     kv.barrier()
     before = held()
     for _ in range(1 if updates else 4):
-        _stays(_dropped(kv), before)
+        model = _dropped(kv)
+        assert settles(partial(is_gone, model, before)), (
+            f"{model()}, threads and descriptors: {held()}, was {before}; {threading.enumerate()}"
+        )
     kv.barrier()
     kv.close()
 
@@ -227,21 +208,21 @@ def an_exception_ends_the_job_even_if_nobody_can_be_told() -> None:
 def ranks_that_never_open_the_store_do_not_hold_the_end() -> None:
     never: Any = SimpleNamespace(Test=lambda: False)
     with mock.patch("atexit.register") as register:
-        raises(SchedulerTimeout, lambda: mpi_kvstore._poll(never, 0.01, "all"), "0.01 s for all")
+        said = raised(lambda: mpi_kvstore._poll(never, 0.01, "all"), SchedulerTimeout)
+    assert "0.01 s for all" in said, said
     register.assert_called_once_with(mpi_kvstore._abort)
 
 
 def a_window_that_is_never_made_does_not_hold_the_start() -> None:
     never = Event()
 
-    def open_it() -> MPIKVStore:
-        return open_store(servers=0, transfer="one-sided", timeout_s=0.5)
-
+    open_it = partial(open_store, servers=0, transfer="one-sided", timeout_s=0.5)
     with (
         mock.patch.object(mpi_kvstore, "OneSided", side_effect=lambda *args: never.wait()),
         mock.patch("atexit.register") as register,
     ):
-        raises(SchedulerTimeout, open_it, "0.5 s for all ranks to make their windows")
+        said = raised(open_it, SchedulerTimeout)
+    assert "0.5 s for all ranks to make their windows" in said, said
     register.assert_called_once_with(mpi_kvstore._abort)
     never.set()
 

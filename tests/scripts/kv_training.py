@@ -58,7 +58,6 @@ def train(model: nn.Module, optimizer: Any, data: Any) -> None:
 
 
 def alone(kind: str, workers: int) -> dict[str, Any]:
-    """The state after training in one process on the joined batches."""
     model = model_of(0)
     joined = [
         (torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts]))

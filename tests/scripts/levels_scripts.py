@@ -13,13 +13,12 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from faults_runner import tell
-from raised import raised
+from raised import prints_and_ends, raised
 from restless import ScriptedJob
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from training import Job, adamw, mlp, script, sgd, train
+from training import Job, adamw, mlp, sgd, train
 
 import bytesched
 
@@ -30,11 +29,6 @@ def refused(ranks: list[int]) -> str:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with on_named_hosts(ranks):
         return raised(lambda: bytesched.wrap(optimizer, model, hierarchy="on"))
-
-
-@script(adamw)
-def trained(job: Job, model: Any, optimizer: Any) -> None:
-    train(job, model, optimizer)
 
 
 def exact(job: Job) -> None:
@@ -53,16 +47,16 @@ def rank_3_dies() -> None:
     with on_named_hosts([2, 2]):
         model = DistributedDataParallel(mlp())
         optimizer = bytesched.wrap(adamw(model), model, hierarchy="on", timeout_s=100.0)
-        try:
-            for step in range(8):
-                if step == 4 and dist.get_rank() == 3:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                model(torch.ones(4, 8)).sum().backward()
-                optimizer.step()
-            bytesched.flush()
-        except bytesched.BytesschedError as error:
-            tell(error=type(error).__name__, text=str(error))
-            raise
+
+    def train() -> None:
+        for step in range(8):
+            if step == 4 and dist.get_rank() == 3:
+                os.kill(os.getpid(), signal.SIGKILL)
+            model(torch.ones(4, 8)).sum().backward()
+            optimizer.step()
+        bytesched.flush()
+
+    prints_and_ends(train)
 
 
 def on_named_hosts(ranks: Sequence[int]) -> Any:

@@ -93,10 +93,6 @@ def sent(value: Any) -> Any:
     return pickle.loads(ForkingPickler.dumps(value)).clone()  # noqa: S301 (its own bytes)
 
 
-def gradient_of(loss: Callable[[Any], Any], value: Any) -> Any:
-    return torch.func.grad(loss)(value)
-
-
 any_torch: Any = torch
 
 #: In C++, with no look at the class of what they are given.
@@ -110,7 +106,7 @@ UNASKED: dict[str, Callable[[Any], Any]] = {
     "nested_as": lambda t: torch.nested.as_nested_tensor([t, t]).to_padded_tensor(0.0),
     "scripted": lambda t: scripted_sum()(t),
     "vmap": lambda t: torch.vmap(torch.sum)(t),
-    "func_grad": lambda t: gradient_of(torch.norm, t),
+    "func_grad": lambda t: any_torch.func.grad(torch.norm)(t),
     "func_vjp": lambda t: torch.func.vjp(torch.sin, t)[0].detach().clone(),
     "func_jvp": lambda t: torch.func.jvp(torch.sin, (t,), (t,))[1].detach().clone(),
     "func_jacrev": lambda t: torch.func.jacrev(torch.sum)(t),
@@ -181,9 +177,7 @@ EDITS: dict[str, Look] = {
     "row": written(lambda p: p.__setitem__(0, 0.0)),
 }
 #: C++ takes these without asking the tensor's class, so they need a flush before.
-AFTER_A_FLUSH: dict[str, Look] = {
-    "tensor": lambda model, _: copied(flushed(weight(model))),
-}
+AFTER_A_FLUSH: dict[str, Look] = {"tensor": lambda model, _: copied(flushed(weight(model)))}
 #: After step(): says nothing about values, so it must come back at once.
 METADATA: dict[str, Look] = {
     "shapes": lambda model, _: [(list(p.shape), p.numel(), p.ndim) for p in model.parameters()],

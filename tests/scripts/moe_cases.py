@@ -45,7 +45,6 @@ def splits(pattern: str, rank: int, size: int) -> tuple[list[int], list[int]]:
 
 
 def exchange(pattern: str, dtype: torch.dtype) -> list[str]:
-    """What has not the bits of torch's own function, of rows and their gradients."""
     rank, size = dist.get_rank(), dist.get_world_size()
     send, receive = splits(pattern, rank, size)
     torch.manual_seed(rank)
@@ -93,7 +92,6 @@ def disagreements() -> list[str]:
 
 
 def dies_in_a_dispatch() -> None:
-    """The last rank dies before it sends what it has announced."""
     rank, size = dist.get_rank(), dist.get_world_size()
     layer = layer_of(moe.TopKGate(WIDTH, EXPERTS), own=True)
     layer(torch.randn(32, WIDTH))
@@ -130,22 +128,15 @@ def layer_of(
     own: bool,
     most_pieces: int = 3,
     grid: moe.Grid | None = None,
-    dtype: torch.dtype | None = None,
 ) -> moe.MoE:
     """This rank's part of a layer, or all of it as one process has it."""
-    dtype = dtype or gate.scores.weight.dtype
+    dtype = gate.scores.weight.dtype
     if not own:
         with mock.patch.object(dist, "is_initialized", return_value=False):
             return moe.MoE(gate, experts_of(range(EXPERTS), dtype))
-    group = grid.expert_parallel if grid else None
-    return moe.MoE(
-        gate,
-        experts_of(moe.own_experts(EXPERTS, group), dtype),
-        group,
-        grid.data_parallel if grid else None,
-        most_pieces=most_pieces,
-        piece_bytes=SMALL,
-    )
+    group, replicas = (grid.expert_parallel, grid.data_parallel) if grid else (None, None)
+    experts = experts_of(moe.own_experts(EXPERTS, group), dtype)
+    return moe.MoE(gate, experts, group, replicas, most_pieces=most_pieces, piece_bytes=SMALL)
 
 
 def batch_of(rank: int, step: int = 0, *, empty: bool = False) -> Tensor:
@@ -163,9 +154,10 @@ def loss_of(layer: moe.MoE, x: Tensor, rank: int, step: int = 0) -> Tensor:
 class Alone:
     """One process that has all experts and computes the batches of all ranks."""
 
-    def __init__(self, kind: str, empty_rank: int | None = None) -> None:
-        self.layer = layer_of(gate_of(kind), own=False)
+    def __init__(self, kind: str, empty_rank: int | None = None, device: str = "cpu") -> None:
+        self.layer = layer_of(gate_of(kind), own=False).to(device)
         self.empty_rank = empty_rank
+        self.device = device
 
     def losses(self, size: int, step: int = 0) -> list[float]:
         """Of each rank; their mean has been differentiated."""
@@ -173,7 +165,7 @@ class Alone:
         with mock.patch.object(dist, "is_initialized", return_value=False):
             for rank in range(size):
                 x = batch_of(rank, step, empty=rank == self.empty_rank)
-                loss = loss_of(self.layer, x, rank, step)
+                loss = loss_of(self.layer, x.to(self.device), rank, step)
                 (loss / size).backward()
                 found.append(loss.item())
         return found
@@ -206,17 +198,18 @@ def reduced(layer: moe.MoE) -> None:
         parameter.grad /= dist.get_world_size()
 
 
-def layer_equals_alone(kind: str, most_pieces: int, empty_rank: int | None = None) -> list[str]:
-    """What differs from one process, over steps that a gate counts."""
+def layer_equals_alone(
+    kind: str, most_pieces: int, empty_rank: int | None = None, device: str = "cpu"
+) -> list[str]:
     rank, size = dist.get_rank(), dist.get_world_size()
-    alone = Alone(kind, empty_rank)
-    layer = layer_of(gate_of(kind), own=True, most_pieces=most_pieces)
+    alone = Alone(kind, empty_rank, device)
+    layer = layer_of(gate_of(kind), own=True, most_pieces=most_pieces).to(device)
     wrong = []
     for step in range(4):
         for one in (layer, alone.layer):
             one.zero_grad()
         x = batch_of(rank, step, empty=rank == empty_rank)
-        loss = loss_of(layer, x, rank, step)
+        loss = loss_of(layer, x.to(device), rank, step)
         loss.backward()
         reduced(layer)
         expected = alone.losses(size, step)[rank]

@@ -174,7 +174,6 @@ def layer_that_raises(
 
 
 def raises_on_one_rank(kind: str, error_type: type[BaseException]) -> list[object]:
-    """What a rank is told where the last one raises, and whether a good layer goes on."""
     error = error_type("the weather")
     is_failing = dist.get_rank() == dist.get_world_size() - 1
     bad = layer_that_raises(kind, error, is_failing=is_failing)

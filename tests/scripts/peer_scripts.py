@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import json
 import pickle
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -44,42 +42,10 @@ def registered_last_first(job: Job, model: Any, optimizer: Any) -> None:
     train(job, model, optimizer)
 
 
-def sends(folder: str) -> list[tuple[int, str]]:
-    """What rank 0 sent by fifo, its peer coming late: (chunk, first parameter), in order."""
-    job = Job(wrapped=True, module_alone=True, policy="fifo", partition_bytes=256, credit_bytes=256)
-    peer = Peer(job, reader=0)
-    model = job.ddp(LastFirst())
-    optimizer = job.wrap(sgd(model), model, timeline=folder)
-    free_steps(job, model, optimizer)
-    held_backward(job, peer, model)
-    peer.let_go()
-    optimizer.step()
-    job.close()
-    if job.rank:
-        return []
-    events = json.loads(Path(folder, "rank0.trace.json").read_text())
-    spans = [event for event in events if event["ph"] == "X" and event["cat"] == "send"]
-    # Those of one batch begin at the same moment.
-    spans.sort(key=lambda span: (float(span["ts"]), int(span["args"]["chunk"])))
-    last_step = spans[-int(job.stats["chunks"]) :]
-    return [(int(span["args"]["chunk"]), str(span["name"])) for span in last_step]
-
-
-MODELS: dict[str, Callable[[], nn.Module]] = {
-    "mlp": mlp,
-    "one_row": lambda: nn.Linear(1024, 1, bias=False),
-    "doubles": lambda: nn.Linear(8, 16).double(),
-}
-
-
-def figures(model: str, fields: dict[str, Any] | None = None) -> dict[str, Any]:
+def figures(fields: dict[str, Any]) -> dict[str, Any]:
     """The figures of a short run."""
-    job = Job(wrapped=True, **fields or {})
-    ddp = job.ddp(MODELS[model]())
-    first = next(ddp.parameters())
-    optimizer = job.wrap(sgd(ddp), ddp)
-    inputs = torch.ones(2, first.shape[1], dtype=first.dtype)
-    train(job, ddp, optimizer, inputs=lambda _: inputs)
+    job = Job(wrapped=True, **fields)
+    train(job, *job.begin(sgd))
     job.close()
     return job.stats
 
@@ -88,8 +54,7 @@ def cpu_while_waiting(seconds: float) -> float:
     """CPU seconds this process burns while a read waits `seconds` for the peer."""
     job = Job(wrapped=True)
     peer = Peer(job, reader=0)
-    model = job.ddp(mlp())
-    optimizer = job.wrap(sgd(model), model)
+    model, optimizer = job.begin(sgd)
     free_steps(job, model, optimizer)
     held_backward(job, peer, model)
     optimizer.step()

@@ -16,20 +16,11 @@ import torch
 import torch.distributed as dist
 from levels_scripts import on_named_hosts
 from paths import ROOT
-from pipeline_models import (
-    CPU,
-    KINDS,
-    SMALL,
-    STEPS,
-    WIDTH,
-    Block,
-    Pipeline,
-    grid,
-    replicas_alone,
-)
+from pipeline_models import CPU, KINDS, SMALL, STEPS, WIDTH, Block, Pipeline, grid, replicas_alone
 from round_ways import holding
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe, schedules
+from training import differences
 
 import bytesched
 from bytesched.pipeline.order import Order
@@ -85,20 +76,6 @@ def trains_the_example(order: str, folder: str) -> bool:
     return not found or (len(found[0]) == 3 and found[0] == found[1])
 
 
-def same(one: Any, other: Any) -> bool:
-    """Whether two records are equal, bit for bit."""
-    if isinstance(one, Tensor):
-        return torch.equal(one, other)
-    if isinstance(one, list):
-        return len(one) == len(other) and all(map(same, one, other))
-    return bool(one == other)
-
-
-def unlike(expected: list[Any], found: list[Any]) -> list[int]:
-    pairs = enumerate(zip(expected, found, strict=True))
-    return [n for n, (one, other) in pairs if not same(one, other)]
-
-
 def trains_as_plain(
     kind: str,
     way: str = "schedule",
@@ -108,8 +85,8 @@ def trains_as_plain(
     device: torch.device = CPU,
     *,
     hold: bool = False,
-) -> list[int]:
-    """Numbers of the records in which a wrapped training differs from a plain one.
+) -> list[str]:
+    """Where the records of a wrapped training differ from those of a plain one.
 
     Args:
         hold: no sum begins before somebody waits for it, so that all of them cross the barrier.
@@ -128,7 +105,7 @@ def trains_as_plain(
     assert not hold or stats["barrier_crossed_pct"] == 100, stats
     bytesched.unwrap(wrapped.optimizer)
     dist.barrier()
-    return unlike(expected, found)
+    return list(differences(expected, found, "records"))
 
 
 def trains_in_two_levels(kind: str) -> None:
@@ -145,7 +122,7 @@ def trains_in_two_levels(kind: str) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
-def trains_with(kind: str, options: dict[str, Any]) -> list[int]:
+def trains_with(kind: str, options: dict[str, Any]) -> list[str]:
     return trains_as_plain(kind, **options)
 
 
@@ -167,10 +144,10 @@ def unchanged_script(kind: str) -> None:
     script = Pipeline(kind, pairs, in_ddp=True)
     found = list(records(script))
     stats = bytesched.stats(script.optimizer)
-    print(stats["mode"], all(map(same, expected, found)), flush=True)
+    print(stats["mode"], not list(differences(expected, found, "records")), flush=True)
 
 
-def unwrapped_in_the_middle(kind: str) -> list[int]:
+def unwrapped_in_the_middle(kind: str) -> list[str]:
     """A training goes on as before once it is unwrapped, and schedule and stages too."""
     plain, wrapped = plain_and_wrapped(kind)
     expected = [*records(plain), *records(plain)]
@@ -180,7 +157,7 @@ def unwrapped_in_the_middle(kind: str) -> list[int]:
     assert not any("perform_reduce_grad" in vars(stage) for stage in wrapped.stages)
     wrapped.plain = True
     found += records(wrapped)
-    return unlike(expected, found)
+    return list(differences(expected, found, "records"))
 
 
 def ends_with_its_schedule() -> tuple[list[Any], bool]:
@@ -195,7 +172,7 @@ def ends_with_its_schedule() -> tuple[list[Any], bool]:
     return sessions(), session() is not None
 
 
-def evaluated_by_another_schedule(when: str) -> list[int]:
+def evaluated_by_another_schedule(when: str) -> list[str]:
     """What a forward-only schedule over the same stages changes."""
     both = plain, wrapped = plain_and_wrapped("1f1b")
     for pipeline in both:
@@ -214,7 +191,7 @@ def evaluated_by_another_schedule(when: str) -> list[int]:
             pipeline.optimizer.step()
             evaluate("after")
     bytesched.unwrap(wrapped.optimizer)
-    return unlike(plain.values(), wrapped.values())
+    return list(differences(plain.values(), wrapped.values(), "values"))
 
 
 def follows_a_planned_order(path: str) -> float:
@@ -245,12 +222,10 @@ def follows_a_planned_order(path: str) -> float:
     )
 
 
-def optimizer_for_each_stage() -> list[int]:
+def optimizer_for_each_stage() -> list[str]:
     """What differs if a rank wraps two optimizers with one schedule."""
     pairs = grid()
-    both = plain, wrapped = tuple(
-        Pipeline("interleaved", pairs, plain=plain) for plain in (True, False)
-    )
+    both = [Pipeline("interleaved", pairs, plain=plain) for plain in (True, False)]
     for pipeline in both:
         optimizers = [
             torch.optim.SGD(block.parameters(), lr=0.1 / (n + 1))
@@ -268,5 +243,5 @@ def optimizer_for_each_stage() -> list[int]:
             # Evaluated between two steps of training.
             pipeline.evaluate(step)
     bytesched.unwrap(optimizers[0])
-    both_values = (pipeline.parameters_now() + pipeline.seen for pipeline in (plain, wrapped))
-    return unlike(*both_values)
+    expected, found = (pipeline.parameters_now() + pipeline.seen for pipeline in both)
+    return list(differences(expected, found, "values"))

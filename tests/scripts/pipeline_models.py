@@ -168,7 +168,6 @@ class Pipeline:
         self.is_first, self.is_last = 0 in mine, len(self.kind.ranks) - 1 in mine
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
-        """Of one micro-batch."""
         loss = nn.functional.mse_loss(output, target)
         # So large that the first step overflows, and is left out.
         return self.scaler.scale(1000 * loss) if self.scales else loss

@@ -48,17 +48,13 @@ def prints_and_ends(
 
 
 def check_survivors(
-    ended: Sequence[ExitedRank],
-    *said: str,
-    error: str = "PeerLost",
-    victim: int = -1,
-    code: int = -9,
+    ended: Sequence[ExitedRank], *said: str, victim: int = -1, code: int = -9
 ) -> None:
-    """All but the ``victim``, whose exit code this is, printed that ``error`` and these words."""
+    """All but the ``victim``, whose exit code this is, printed a `PeerLost` with these words."""
     survivors = list(ended)
     dead = survivors.pop(victim)
     assert dead.code == code, dead.stderr
     for survivor in survivors:
         assert survivor.code == 0, survivor.stderr
-        assert survivor.stdout.startswith(f"{error}: "), survivor
+        assert survivor.stdout.startswith("PeerLost: "), survivor
         assert all(text in survivor.stdout for text in said), survivor.stdout

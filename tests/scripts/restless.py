@@ -95,8 +95,6 @@ class TunedJob(Job):
 
 
 class ScriptedJob(TunedJob):
-    """A job whose wrapped run passes through ``turns``."""
-
     def __init__(
         self, *, wrapped: bool, turns: Sequence[tuple[Setting, int]] = (), **fields: Any
     ) -> None:
@@ -108,8 +106,6 @@ class ScriptedJob(TunedJob):
 
 
 class RestlessJob(TunedJob):
-    """A job whose wrapped run is tuned all the time."""
-
     def __init__(self, *, wrapped: bool, **fields: Any) -> None:
         super().__init__(wrapped=wrapped, **fields)
         self.tuners: list[Restless] = []

@@ -22,7 +22,7 @@ from unittest import mock
 import torch
 from rank_worker import resolve
 from torch import Tensor, nn
-from training import Job, adamw, mlp, train
+from training import Job, adamw, train
 
 import bytesched
 from bytesched.plugins.planned import guard as guards
@@ -37,9 +37,7 @@ PACKAGE = str(Path(bytesched.__file__).parent)
 CALLS_ASIDE = 30
 
 #: of too few rounds, left to DDP from the start, or with a join(), after which there are none
-WITHOUT_TURNS = {
-    *("called_around", "forward_called", "hook_registered", "in_a_context", "joined"),
-}
+WITHOUT_TURNS = {*("called_around", "forward_called", "hook_registered", "in_a_context", "joined")}
 
 
 class RoundsJob(Job):
@@ -58,8 +56,6 @@ class RoundsJob(Job):
 
 
 class ViewsJob(RoundsJob):
-    """One whose gradients are views of the buckets."""
-
     views = True
 
 
@@ -154,8 +150,7 @@ def taking_turns(job: Job, script: tuple[str, str], *args: Any) -> None:
 def decided(job: Job, verdict: str) -> None:
     """A turn of a few rounds that ends with ``verdict``, and what follows."""
     with deciding(Verdict[verdict], SETTLED=2, COUNTED_FIRST=2, SETTLED_PLAIN=1):
-        model = job.ddp(mlp())
-        optimizer = job.wrap(adamw(model), model)
+        model, optimizer = job.begin(adamw)
         train(job, model, optimizer, steps=16)
     job.record_state(model, optimizer)
 
@@ -167,8 +162,7 @@ def aside_and_back(job: Job) -> None:
     """
     few = {"SETTLED": 2, "COUNTED_FIRST": 2, "SETTLED_PLAIN": 1, "LASTS": 6, "ASKED_AFTER": 4}
     with deciding(Verdict.PLAIN, SETTLED_AGAIN=100, **few):
-        model = job.ddp(mlp())
-        optimizer = job.wrap(adamw(model), model)
+        model, optimizer = job.begin(adamw)
         #: whether it was deferred, in each step
         deferred: list[bool] = []
         kept: list[Tensor] = []

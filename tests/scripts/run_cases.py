@@ -32,11 +32,6 @@ from bytesched.urgency import URGENCY
 Case = Callable[[Job], None]
 
 
-@script(adamw)
-def optimizer_after_ddp(job: Job, model: Any, optimizer: Any) -> None:
-    train(job, model, optimizer)
-
-
 def optimizer_before_ddp(job: Job, times: int) -> None:
     """DDP is made so often."""
     module = mlp()
@@ -66,26 +61,16 @@ class _Swapped(torch.autograd.Function):
         return swapped
 
 
-class _Swapping(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        swapped: Tensor = _Swapped.apply(x)  # type: ignore[no-untyped-call]
-        return swapped
+class _Mixing(nn.Module):
+    """Such a layer; or one by a functional collective, whose backward pass is another one."""
 
+    def __init__(self, functional: bool) -> None:
+        super().__init__()
+        self.functional = functional
 
-@script(adamw, lambda: nn.Sequential(nn.Linear(8, 8), _Swapping(), nn.Linear(8, 8)))
-def mixed_by_all_to_alls(job: Job, model: Any, optimizer: Any) -> None:
-    train(job, model, optimizer)
-    if job.wrapped:
-        figures = bytesched.stats(optimizer)
-        assert float(figures["urgent_sections"]) >= 2 * STEPS, figures
-        # The last one may not have told yet that it is over.
-        assert "0 sections" in repr(URGENCY) or "1 sections" in repr(URGENCY), URGENCY
-
-
-class _Exchanging(nn.Module):
-    """As `_Swapping`, by a functional collective, whose backward pass is another one."""
-
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
+        if not self.functional:
+            return _Swapped.apply(x)  # type: ignore[no-untyped-call]
         from torch.distributed._functional_collectives import all_to_all_single_autograd
 
         group = dist.group.WORLD
@@ -93,13 +78,17 @@ class _Exchanging(nn.Module):
         return all_to_all_single_autograd(x, None, None, group) + 0
 
 
-@script(adamw, lambda: nn.Sequential(nn.Linear(8, 8), _Exchanging(), nn.Linear(8, 8)))
-def mixed_by_functional_all_to_alls(job: Job, model: Any, optimizer: Any) -> None:
+def mixed_by_all_to_alls(job: Job, functional: bool) -> None:
+    layers = nn.Sequential(nn.Linear(8, 8), _Mixing(functional), nn.Linear(8, 8))
+    model, optimizer = job.begin(adamw, layers)
     train(job, model, optimizer)
-    # From torch 2.15 on.
-    if job.wrapped and hasattr(dist.ProcessGroup, "register_post_hook"):
+    job.record_state(model, optimizer)
+    # Functional ones from torch 2.15 on.
+    if job.wrapped and (not functional or hasattr(dist.ProcessGroup, "register_post_hook")):
         figures = bytesched.stats(optimizer)
         assert float(figures["urgent_sections"]) >= 2 * STEPS, figures
+        # The last one may not have told yet that it is over.
+        assert "0 sections" in repr(URGENCY) or "1 sections" in repr(URGENCY), URGENCY
 
 
 def two_models(job: Job, of_one_optimizer: bool) -> None:
@@ -188,8 +177,6 @@ def lookahead(job: Job, model: Any, inner: Any) -> None:
 
 
 class Refusing(torch.optim.SGD):
-    """Raises in ``step()``."""
-
     def step(self, closure: Any = None) -> Any:
         raise ZeroDivisionError
 
@@ -253,10 +240,7 @@ def optimizer_compiled(job: Job, model: Any, optimizer: Any) -> None:
     def step() -> None:
         optimizer.step()
 
-    for number in range(STEPS):
-        optimizer.zero_grad()
-        backward(job, model, number)
-        step()
+    train(job, model, optimizer, update=lambda _: step())
 
 
 @script(adamw)

@@ -8,34 +8,35 @@ from unittest import mock
 
 import horovod.torch as hvd
 import torch
+from horovod_scripts import passes_of, synchronized
 from horovod_training import HorovodJob
-from run_cases import run_both_ways
+from horovod_uses import named
+from run_cases import WatchedJob, run_both_ways
 from torch import Tensor, nn
-from training import STEPS, Job, adamw, mlp, sgd, train
+from training import STEPS, Job, adamw, mlp, script, sgd, train
 
 import bytesched
 
 
-def distributed(optimizer: torch.optim.Optimizer, model: nn.Module, **arguments: Any) -> Any:
-    return hvd.DistributedOptimizer(
-        optimizer, named_parameters=model.named_parameters(), **arguments
-    )
+class WatchedHorovodJob(HorovodJob, WatchedJob):
+    """A job whose optimizers are Horovod's, which nobody wraps but who watches."""
 
 
-def usual(job: Job) -> None:
-    model = mlp()
-    optimizer = distributed(sgd(model), model)
+def broadcast(model: Any, optimizer: Any) -> None:
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+
+
+@script(sgd)
+def usual(job: Job, model: Any, optimizer: Any) -> None:
+    broadcast(model, optimizer)
     job.record("before", model(job.inputs(0)))
     train(job, model, optimizer)
-    job.record_state(model, optimizer)
 
 
-def resumed(job: Job) -> None:
+@script(sgd)
+def resumed(job: Job, model: Any, optimizer: Any) -> None:
     """Rank 0 alone has loaded a checkpoint, and gives it to the others, who have no state."""
-    model = mlp()
-    optimizer = distributed(sgd(model), model)
     if hvd.rank() == 0:
         saved = optimizer.state_dict()
         saved["state"] = {
@@ -43,55 +44,36 @@ def resumed(job: Job) -> None:
             for index, parameter in enumerate(model.parameters())
         }
         optimizer.load_state_dict(saved)
-    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    broadcast(model, optimizer)
     train(job, model, optimizer)
-    job.record_state(model, optimizer)
 
 
-def one_rank_has_other_settings(job: Job) -> None:
-    model = mlp()
-    optimizer = distributed(sgd(model), model)
+@script(sgd)
+def one_rank_has_other_settings(job: Job, model: Any, optimizer: Any) -> None:
     own = {"BYTESCHED_POLICY": "fifo"} if job.rank else {}
     with mock.patch.dict(os.environ, own):
         train(job, model, optimizer)
-    job.record_state(model, optimizer)
 
 
-def called_by_one_rank(job: Job) -> None:
+@script(adamw)
+def called_by_one_rank(job: Job, model: Any, optimizer: Any) -> None:
     """As to print a summary of the model, before there is anything to train with."""
-    model = mlp()
-    optimizer = distributed(adamw(model), model)
     if hvd.rank() == 0:
         job.record("outputs", model(job.inputs(0)))
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     train(job, model, optimizer)
-    job.record_state(model, optimizer)
 
 
-class Trainer(nn.Module):
-    """Holds the model, and is not called itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = mlp()
-        self.loss = nn.MSELoss()
-
-
-def inside_a_trainer(job: Job) -> None:
-    trainer = Trainer()
-    optimizer = distributed(adamw(trainer), trainer)
-    train(job, trainer.model, optimizer)
-    job.record_state(trainer, optimizer)
+@script(adamw)
+def inside_a_trainer(job: Job, model: Any, optimizer: Any) -> None:
+    """What holds the model is not called itself."""
+    train(job, model.module, optimizer)
 
 
 def two_models(job: Job) -> None:
     models = [mlp(), mlp()]
     optimizers = [
-        hvd.DistributedOptimizer(
-            make(model),
-            named_parameters=[(f"{index}.{name}", p) for name, p in model.named_parameters()],
-        )
+        job.wrap(make(model), model, names=named(model, str(index)))
         for index, (make, model) in enumerate(zip((sgd, adamw), models, strict=True))
     ]
     for step in range(STEPS):
@@ -101,47 +83,33 @@ def two_models(job: Job) -> None:
         job.record_state(model, optimizer)
 
 
-def clipped_and_accumulated(job: Job) -> None:
-    model = mlp()
-    optimizer = distributed(sgd(model), model, backward_passes_per_step=2)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        for part in range(2):
-            (model(job.inputs(2 * step + part)).square().mean() / 2).backward()
-        optimizer.synchronize()
+@script(sgd, when="step", fields={"horovod": {"backward_passes_per_step": 2}})
+def clipped_and_accumulated(job: HorovodJob, model: Any, optimizer: Any, step: int) -> None:
+    optimizer.zero_grad()
+    passes_of(job, model, step, 2)
+    with synchronized(optimizer):
         job.record("norm", nn.utils.clip_grad_norm_(model.parameters(), 0.1))
-        with optimizer.skip_synchronize():
-            optimizer.step()
-    job.record_state(model, optimizer)
 
 
-def compiled(job: Job, how: str) -> None:
+def compiled_first(job: Job) -> None:
     model = mlp()
-    called: Any = torch.compile(model, backend="eager", fullgraph=True) if how == "first" else model
-    optimizer = distributed(sgd(model), model)
-    if how == "later":
-        called = torch.compile(model, backend="eager", fullgraph=True)
+    called = torch.compile(model, backend="eager", fullgraph=True)
+    optimizer = job.wrap(sgd(model), model)
     train(job, called, optimizer)
     job.record_state(model, optimizer)
 
 
-def compiled_first(job: Job) -> None:
-    compiled(job, "first")
-
-
-def compiled_later(job: Job) -> None:
-    compiled(job, "later")
+@script(sgd)
+def compiled_later(job: Job, model: Any, optimizer: Any) -> None:
+    train(job, torch.compile(model, backend="eager", fullgraph=True), optimizer)
 
 
 def parameters_of_several_models(job: Job) -> None:
     models = nn.ModuleList([mlp(), nn.Linear(4, 4)])
-    optimizer = distributed(sgd(models), models)
+    optimizer = job.wrap(sgd(models), models)
     first, second = models
     del models
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        second(first(job.inputs(step))).square().mean().backward()
-        optimizer.step()
+    train(job, lambda x: second(first(x)), optimizer)
     job.record_state(first)
     job.record_state(second, optimizer)
 
@@ -152,24 +120,19 @@ def no_module(job: Job) -> None:
         torch.optim.SGD([weight], lr=0.1), named_parameters=[("weight", weight)]
     )
 
-    def loss_of(x: Tensor) -> Tensor:
-        return (x @ weight).square().mean()
+    def call(x: Tensor) -> Tensor:
+        return x @ weight
 
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        loss_of(job.inputs(step)).backward()
-        optimizer.step()
+    train(job, call, optimizer)
     job.record("weight", weight)
 
 
-def wrapped_by_the_script(job: Job) -> None:
-    model = mlp()
-    optimizer = distributed(sgd(model), model)
+@script(sgd)
+def wrapped_by_the_script(job: Job, model: Any, optimizer: Any) -> None:
     if job.wrapped:
         bytesched.wrap(optimizer, model, policy="fifo")
     train(job, model, optimizer)
-    job.record_state(model, optimizer)
 
 
 def run_all(names: list[str]) -> None:
-    run_both_ways({name: globals()[name] for name in names}, HorovodJob)
+    run_both_ways({name: globals()[name] for name in names}, WatchedHorovodJob)

@@ -29,9 +29,7 @@ class ByHandJob(Job):
 
 
 def finalized(job: Job, arguments: dict[str, bool]) -> None:
-    """The usual loop, finalized; the arguments are DDP's."""
-    model = job.ddp(mlp(), **arguments)
-    optimizer = job.wrap(adamw(model), model)
+    model, optimizer = job.begin(adamw, **arguments)
 
     def finalize(step: int) -> None:
         model.finalize_backward()
@@ -105,8 +103,7 @@ def finalized_once_unwrapped(job: Job, model: Any, optimizer: Any) -> None:
 
 def lazy_buckets(job: Job, arguments: dict[str, bool]) -> None:
     """And again, when DDP has its gradients back."""
-    model = job.ddp(mlp(), **arguments)
-    optimizer = job.wrap(adamw(model), model)
+    model, optimizer = job.begin(adamw, **arguments)
     train(job, model, optimizer)
     job.unwrap(optimizer)
     train(job, model, optimizer)

@@ -38,13 +38,6 @@ def sync_attribute(job: Job, model: Any, optimizer: Any, step: int) -> None:
         job.record("loss", loss)
 
 
-@script(sgd, when="passes")
-def accumulation_of_averages(job: Job, model: Any, optimizer: Any, step: int) -> None:
-    """Several synchronised backwards per step."""
-    for micro in range(3):
-        backward(job, model, 10 * step + micro)
-
-
 @script(sgd, when="loss")
 def several_forwards_one_backward(job: Job, model: Any, optimizer: Any, step: int) -> Any:
     return (model(job.inputs(step)) - model(job.inputs(step + 100))).square().mean()
@@ -57,7 +50,6 @@ def clip_norm(job: Job, model: Any, optimizer: Any, step: int) -> None:
 
 @script(sgd, when="before_step")
 def clip_some(job: Job, model: Any, optimizer: Any, step: int) -> None:
-    """The last layer's gradients alone are touched between backward and step, or all by value."""
     if step % 2:
         clip_grad_norm_(list(model.parameters())[-2:], 0.05)
     else:
@@ -92,7 +84,6 @@ def gradients_dropped(job: Job, model: Any, optimizer: Any, step: int) -> None:
 
 @script(sgd, when="before_step")
 def gradients_read(job: Job, model: Any, optimizer: Any, step: int) -> None:
-    """Every way of looking at a gradient between backward and step."""
     grads = gradients(model)
     first = grads[step % len(grads)]
     job.record("values", [repr(first), first.tolist(), float(first.flatten()[0])])
@@ -125,21 +116,21 @@ def gradients_kept(job: Job, model: Any, optimizer: Any, to_none: bool = True) -
     job.record("kept", kept)
 
 
-def each_deleted(model: Any) -> None:
-    for p in model.parameters():
-        del p.grad
-
-
-def each_set_to_none(model: Any) -> None:
-    for p in model.parameters():
-        p.grad = None
-
-
 def each_detached(model: Any) -> None:
     for grad in gradients(model):
         if grad is not None:
             grad.detach_()
             grad.fill_(0)
+
+
+def each_set_to_none(model: Any) -> None:
+    for parameter in model.parameters():
+        parameter.grad = None
+
+
+def each_deleted(model: Any) -> None:
+    for parameter in model.parameters():
+        del parameter.grad
 
 
 #: ways of clearing gradients
@@ -166,7 +157,6 @@ def zeroed(job: Job, model: Any, optimizer: Any, how: str) -> None:
 
 @script(sgd, wraps=False)
 def user_gradient_hooks(job: Job, model: Any, optimizer: Any) -> None:
-    """Tensor hooks change the gradient before it is averaged, as they do under DDP."""
     for index, p in enumerate(model.parameters()):
         p.register_hook(lambda grad, index=index: grad * (index + 1))
     train(job, model, job.wrap(optimizer, model))
@@ -304,7 +294,6 @@ def gradient_penalty(job: Job, model: Any, optimizer: Any, step: int) -> Any:
 
 @script(sgd, when="passes")
 def two_losses(job: Job, model: Any, optimizer: Any, step: int) -> None:
-    """Two graphs that share the model's forward, run backward together."""
     out = model(job.inputs(step))
     torch.autograd.backward([out.square().mean(), out.abs().mean()])
 
@@ -363,11 +352,15 @@ def gradient_data_assigned(job: Job, model: Any, optimizer: Any) -> None:
 
 @script(adamw)
 def flat_gradients(job: Job, model: Any, optimizer: Any, preset: str) -> None:
-    """Gradients are views of one buffer of the script's own, which it reads, clips and zeroes."""
+    """Gradients are views of one buffer of the script's own, which it reads, clips and zeroes.
+
+    With "arrays" it has the memory of one of numpy's, which the script reads and zeroes.
+    """
     parameters = list(model.parameters())
     sizes = [p.numel() for p in parameters]
-    flat = torch.zeros(sum(sizes))
-    if preset != "before":
+    array = np.zeros(sum(sizes), np.float32)
+    flat = torch.from_numpy(array) if preset == "arrays" else torch.zeros(len(array))
+    if preset in ("grad", "data"):
         train(job, model, optimizer, steps=2)
     for p, part in zip(parameters, flat.split(sizes), strict=True):
         if preset == "data":
@@ -376,29 +369,13 @@ def flat_gradients(job: Job, model: Any, optimizer: Any, preset: str) -> None:
             p.grad = part.view_as(p)
 
     def clip(_: int) -> None:
-        job.record("norm", flat.norm())
+        job.record("sum", float(array.sum()) if preset == "arrays" else flat.sum())
         flat.clamp_(-0.01, 0.01)
 
-    train(job, model, optimizer, before_step=clip, zero_grad=flat.zero_)
+    zero_grad = partial(array.fill, 0) if preset == "arrays" else flat.zero_
+    train(job, model, optimizer, before_step=clip, zero_grad=zero_grad)
     job.record("flat", flat)
     job.record("gradients", gradients(model))
-
-
-@script(adamw)
-def gradients_over_arrays(job: Job, model: Any, optimizer: Any) -> None:
-    """They have the memory of numpy's arrays, which the script reads."""
-    arrays = [np.zeros(tuple(p.shape), np.float32) for p in model.parameters()]
-    for parameter, array in zip(model.parameters(), arrays, strict=True):
-        parameter.grad = torch.from_numpy(array)
-
-    def read(_: int) -> None:
-        job.record("arrays", [torch.from_numpy(array.copy()) for array in arrays])
-
-    def zero_grad() -> None:
-        for array in arrays:
-            array.fill(0)
-
-    train(job, model, optimizer, before_step=read, zero_grad=zero_grad)
 
 
 @script(sgd)

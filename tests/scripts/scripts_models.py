@@ -144,17 +144,17 @@ class Checkpointed(nn.Module):
 class Mixed(nn.Module):
     """Layers of several precisions, a scalar, an empty and a transposed parameter."""
 
-    def __init__(self) -> None:
+    def __init__(self, short: torch.dtype = torch.bfloat16) -> None:
         super().__init__()
         self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8).double()
-        self.third = nn.Linear(8, 8).bfloat16()
+        self.third = nn.Linear(8, 8).to(short)
         self.scalar = nn.Parameter(torch.tensor(1.5))
         self.empty = nn.Parameter(torch.empty(0))
         self.transposed = nn.Parameter(torch.randn(8, 6).T)
 
     def forward(self, x: Tensor) -> Any:
         x = self.second(self.first(x).double()) * self.scalar
-        x = self.third(x.bfloat16()).float()
+        x = self.third(x.to(self.third.weight.dtype)).float()
         return x @ self.transposed.T + self.empty.sum()
 
 
@@ -204,7 +204,6 @@ def raw_kernel() -> nn.Module:
 
 
 def frozen_mlp() -> nn.Sequential:
-    """One whose first layer is frozen."""
     module = mlp()
     module[0].requires_grad_(False)
     return module
@@ -256,8 +255,7 @@ def batch(job: Job, name: str, step: int) -> Tensor:
 
 def one_model(job: Job, name: str, arguments: Mapping[str, Any] = MappingProxyType({})) -> None:
     """Training, and an evaluation after every step; the arguments are DDP's."""
-    model = job.ddp(MODELS[name](), **arguments)
-    optimizer = job.wrap(adamw(model), model)
+    model, optimizer = job.begin(adamw, MODELS[name](), **arguments)
 
     def evaluate(step: int) -> None:
         if step < 2:
@@ -291,12 +289,13 @@ def unused(job: Job, model: Any, optimizer: Any, turns: str) -> None:
 @script(sgd, module=Branching, when="step", steps=3 * STEPS, find_unused_parameters=True)
 def unused_with_gradients_left(job: Job, model: Any, optimizer: Any, step: int) -> None:
     """What no rank used keeps the gradient that each rank has made of it, and is updated by it."""
+    inner = getattr(model, "module", model)
     if step % 3 == 0:
         optimizer.zero_grad()
-    model.module.turn = "left" if step % 3 else "both"
+    inner.turn = "left" if step % 3 else "both"
     backward(job, model, step)
     if step % 3 == 0:
-        torch._foreach_mul_(gradients(model.module.right), job.rank + 1)
+        torch._foreach_mul_(gradients(inner.right), job.rank + 1)
     if step % 3 == 2:
         # Not before: what is read has memory of its own from then on.
         job.record("gradients", gradients(model))
@@ -317,7 +316,6 @@ def frozen_for_a_while(job: Job, model: Any, optimizer: Any, step: int) -> None:
 
 
 def reusing() -> nn.Module:
-    """One layer called three times in a forward pass."""
     shared = nn.Linear(8, 8)
     return nn.Sequential(shared, nn.Tanh(), shared, nn.Tanh(), shared, nn.Linear(8, 4))
 
@@ -338,14 +336,12 @@ def sparse_gradients(job: Job, model: Any, optimizer: Any) -> None:
 
 @script(adamw, when="loss")
 def regularised(job: Job, model: Any, optimizer: Any, step: int) -> Any:
-    """Weights that enter the loss outside of any forward pass."""
     penalty = sum(p.square().sum() for p in model.parameters())
     return model(job.inputs(step)).square().mean() + 0.01 * penalty
 
 
 @script(adamw, when="loss")
 def partly_around_ddp(job: Job, model: Any, optimizer: Any, step: int) -> Any:
-    """A second loss from a part of the model, called without DDP."""
     loss = model(job.inputs(step)).square().mean()
     return loss + model.module[0](job.inputs(step + 50)).abs().mean()
 
@@ -416,7 +412,6 @@ def drawn() -> nn.Module:
 
 @script(adamw, drawn)
 def different_starts(job: Job, model: Any, optimizer: Any) -> None:
-    """Every rank draws weights of its own; the first rank's count."""
     train(job, model, optimizer)
 
 

@@ -17,21 +17,10 @@ from training import STEPS, Job, adamw, backward, closure_of, gradients, mlp, sc
 from bytesched.errors import PluginError
 
 
-class CountingSGD(optim.SGD):
-    """A known optimizer with a step of its own: counters in the group, shared by all parameters."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            group["k"] = group.get("k", 0) + 1
-            group["lr"] = 0.1 / group["k"]
-        return super().step(closure)
-
-
 class SignDescent(optim.Optimizer):
     """An optimizer that nobody has heard of, whose step looks at all gradients at once."""
 
-    def __init__(self, parameters: Any, lr: float) -> None:
+    def __init__(self, parameters: Any, lr: float = 0.01) -> None:
         super().__init__(parameters, {"lr": lr})
 
     @torch.no_grad()
@@ -76,7 +65,7 @@ SPLITTABLE: dict[str, tuple[type[optim.Optimizer], dict[str, Any]]] = {
 }
 #: of sums over all that is in a tensor, and one that can step whole alone
 OTHERS: dict[str, tuple[type[optim.Optimizer], dict[str, Any]]] = {
-    "unknown": (SignDescent, {"lr": 0.01}),
+    "unknown": (SignDescent, {"lr": 0.01})
 }
 if hasattr(optim, "Adafactor"):  # from torch 2.5 on
     OTHERS["adafactor"] = optim.Adafactor, {"lr": 0.01}
@@ -104,7 +93,6 @@ SCHEDULES: dict[str, Schedule] = {
 
 @script(sgd, wraps=False)
 def schedule(job: Job, model: Any, optimizer: Any, name: str, made: str) -> None:
-    """With a schedule that was made before `wrap`, or after it."""
     if made == "after":
         job.wrap(optimizer, model)
     scheduler = SCHEDULES[name](optimizer)
@@ -116,13 +104,12 @@ def schedule(job: Job, model: Any, optimizer: Any, name: str, made: str) -> None
 
 @script(lambda model: sgd(model, lr=torch.tensor(0.1)))
 def tensor_lr(job: Job, model: Any, optimizer: Any) -> None:
-    scheduler = optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    scheduler = SCHEDULES["step"](optimizer)
     train(job, model, optimizer, after_step=lambda _: scheduler.step())
 
 
 @script(adamw, when="after_step")
 def lr_by_hand(job: Job, model: Any, optimizer: Any, step: int) -> None:
-    """Hyper-parameters written into the group right after each step."""
     optimizer.param_groups[0].update(lr=0.01 / (step + 2), betas=(0.9, 0.9 + step / 100))
 
 
@@ -136,7 +123,6 @@ def of_two_groups(model: nn.Module) -> optim.Optimizer:
 
 @script(of_two_groups)
 def parameter_groups(job: Job, model: Any, optimizer: Any) -> None:
-    """With a schedule, and a setting that changes after each step."""
     scheduler = optim.lr_scheduler.OneCycleLR(optimizer, 0.05, total_steps=STEPS + 1)
 
     def change(step: int) -> None:
@@ -176,25 +162,20 @@ def over_one_memory(job: Job, lr: float) -> None:
     job.record_state(model, optimizer)
 
 
-def added_group(job: Job) -> None:
-    model = job.ddp(mlp())
-    first, *rest = model.parameters()
-    optimizer = job.wrap(optim.Adam([first], lr=0.01), model)
+@script(lambda model: optim.Adam([next(model.parameters())], lr=0.01))
+def added_group(job: Job, model: Any, optimizer: Any) -> None:
     train(job, model, optimizer, steps=3, zero_grad=model.zero_grad)
-    optimizer.add_param_group({"params": rest, "lr": 0.05})
+    optimizer.add_param_group({"params": list(model.parameters())[1:], "lr": 0.05})
     train(job, model, optimizer, first_step=3)
-    job.record_state(model, optimizer)
 
 
-def removed_group(job: Job) -> None:
-    model = job.ddp(mlp())
-    first, *rest = model.parameters()
-    groups = [{"params": [first]}, {"params": rest}]
-    optimizer = job.wrap(optim.SGD(groups, lr=0.1, momentum=0.9), model)
+@script(of_two_groups)
+def removed_group(job: Job, model: Any, optimizer: Any) -> None:
     train(job, model, optimizer, steps=4)
     del optimizer.param_groups[1]
     train(job, model, optimizer, first_step=4, steps=3, zero_grad=model.zero_grad)
-    job.record_state(model)
+    # There is no place in a state dict for what is in no group.
+    optimizer.state.clear()
 
 
 def two_optimizers(job: Job, wraps_both: bool = True) -> None:
@@ -214,7 +195,6 @@ def two_optimizers(job: Job, wraps_both: bool = True) -> None:
 
 
 def two_models_clipped_together(job: Job) -> None:
-    """One norm of the gradients of both, each of which has its own optimizer."""
     encoder, head = job.ddp(mlp()), job.ddp(nn.Linear(4, 3))
     optimizers = [job.wrap(adamw(model), model) for model in (encoder, head)]
     parameters = [*encoder.parameters(), *head.parameters()]
@@ -246,19 +226,14 @@ def two_models_of_one_optimizer(job: Job) -> None:
     job.record_state(head)
 
 
-def parameters_outside_the_model(job: Job) -> None:
+@script(lambda model: optim.Adam([*model.parameters(), nn.Parameter(torch.ones(3))], lr=0.01))
+def parameters_outside_the_model(job: Job, model: Any, optimizer: Any) -> None:
     """A temperature that DDP knows nothing of, updated by the same optimizer."""
-    model = job.ddp(mlp())
-    temperature = nn.Parameter(torch.ones(3))
-    optimizer = job.wrap(optim.Adam([*model.parameters(), temperature], lr=0.01), model)
+    temperature = optimizer.param_groups[0]["params"][-1]
     train(
-        job,
-        model,
-        optimizer,
-        loss=lambda step: (model(job.inputs(step)) * temperature.sum()).square().mean(),
+        *(job, lambda x: model(x) * temperature.sum(), optimizer),
         after_step=lambda _: job.record("temperature", temperature),
     )
-    job.record_state(model, optimizer)
 
 
 @script(lambda model: optim.SGD(list(model.parameters())[2:], lr=0.1))
@@ -282,17 +257,15 @@ def step_every_other_backward(job: Job, model: Any, optimizer: Any, step: int) -
         optimizer.zero_grad()
 
 
-@script(adamw, when="step")
+@script(adamw, when="update")
 def step_skipped(job: Job, model: Any, optimizer: Any, step: int) -> None:
-    """Some backwards are thrown away by every rank."""
-    optimizer.zero_grad()
-    backward(job, model, step)
     if step not in (2, 5):
         optimizer.step()
 
 
-@script(sgd)
+@script(partial(adamw, weight_decay=0.1))
 def step_without_backward(job: Job, model: Any, optimizer: Any) -> None:
+    """Horovod puts zeros where there is no gradient, so that decay and momentum move weights."""
     optimizer.step()
     optimizer.zero_grad()
     optimizer.step()
@@ -305,11 +278,9 @@ def closure(job: Job, model: Any, optimizer: Any, step: int) -> None:
     job.record("loss", optimizer.step(evaluate) if step % 2 else optimizer.step(closure=evaluate))
 
 
-@script(sgd, when="step")
+@script(sgd, when="update")
 def closure_that_only_looks(job: Job, model: Any, optimizer: Any, step: int) -> None:
     """Backward comes first; the closure says what the loss is, before the update."""
-    optimizer.zero_grad()
-    backward(job, model, step)
     job.record("loss", optimizer.step(lambda: model(job.inputs(step)).square().mean()))
 
 
@@ -323,17 +294,9 @@ def closure_beside_no_sync(job: Job, model: Any, optimizer: Any, step: int) -> N
             closure_of(job, model, optimizer, step)()
 
 
-def lbfgs(job: Job) -> None:
-    model = job.ddp(mlp())
-    optimizer = job.wrap(optim.LBFGS(model.parameters(), lr=0.1, max_iter=3), model)
-    for _ in range(4):
-        job.record("loss", optimizer.step(closure_of(job, model, optimizer, 0)))
-    job.record_state(model)
-
-
-@script(lambda model: CountingSGD(model.parameters(), lr=0.1, momentum=0.9))
-def subclassed_optimizer(job: Job, model: Any, optimizer: Any) -> None:
-    train(job, model, optimizer)
+@script(lambda model: optim.LBFGS(model.parameters(), lr=0.1, max_iter=3), when="step", steps=4)
+def lbfgs(job: Job, model: Any, optimizer: Any, step: int) -> None:
+    job.record("loss", optimizer.step(closure_of(job, model, optimizer, 0)))
 
 
 @script(
@@ -341,7 +304,6 @@ def subclassed_optimizer(job: Job, model: Any, optimizer: Any) -> None:
     module=lambda: nn.Sequential(nn.Linear(8, 16, bias=False), nn.Linear(16, 8, bias=False)),
 )
 def muon(job: Job, model: Any, optimizer: Any) -> None:
-    """Orthogonalises whole matrices."""
     train(job, model, optimizer)
 
 
@@ -524,21 +486,19 @@ def stepped_within(job: Job, name: str) -> None:
     around, optimizer_of = SURROUNDINGS[name]
     module = mlp()
     nn.init.zeros_(list(module.parameters())[-1])
-    model = job.ddp(module)
-    optimizer = job.wrap(optimizer_of(model), model)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        backward(job, model, step)
+    model, optimizer = job.begin(optimizer_of, module)
+
+    def update(step: int) -> None:
         with around() if step else contextlib.nullcontext():
             optimizer.step()
+
+    train(job, model, optimizer, update=update)
     job.record_state(model, optimizer)
 
 
-@script(adamw, when="step")
+@script(adamw, when="update")
 def default_dtype_changed(job: Job, model: Any, optimizer: Any, step: int) -> None:
     """A state is made in the default dtype: that of ``step()``, and not what follows."""
-    optimizer.zero_grad()
-    backward(job, model, step)
     optimizer.state.clear()
     with other_default_dtype() if step % 2 else contextlib.nullcontext():
         optimizer.step()
@@ -546,11 +506,9 @@ def default_dtype_changed(job: Job, model: Any, optimizer: Any, step: int) -> No
         job.record_state(model, optimizer)
 
 
-@script(partial(sgd, foreach=True), when="step")
+@script(partial(sgd, foreach=True), when="update")
 def mode_around_step(job: Job, model: Any, optimizer: Any, step: int) -> None:
     """A mode of the script's own sees the operations of the step."""
-    optimizer.zero_grad()
-    backward(job, model, step)
     with Counting() as mode:
         optimizer.step()
     job.record("seen", mode.seen)

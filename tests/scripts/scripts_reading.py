@@ -18,7 +18,6 @@ from training import STEPS, Job, adamw, as_array, gradients, mlp, script, sgd, t
 
 @script(sgd)
 def weights_read(job: Job, model: Any, optimizer: Any) -> None:
-    """Every way of looking at a parameter right after the step."""
     ways: list[Any] = [
         repr,
         torch.norm,
@@ -66,19 +65,6 @@ def weights_read(job: Job, model: Any, optimizer: Any) -> None:
 
 
 @script(sgd, when="after_step")
-def weights_clipped(job: Job, model: Any, optimizer: Any, step: int) -> None:
-    """Weight clipping after the step, in each of the usual spellings."""
-    with torch.no_grad():
-        for index, p in enumerate(model.parameters()):
-            if (index + step) % 3 == 0:
-                p.data.clamp_(-0.05, 0.05)
-            elif (index + step) % 3 == 1:
-                p.clamp_(-0.1, 0.1)
-            else:
-                p.copy_(p * 0.99)
-
-
-@script(sgd, when="after_step")
 def weights_replaced(job: Job, model: Any, optimizer: Any, step: int) -> None:
     """`p.data` set to another tensor, `nn.init`, and `vector_to_parameters`."""
     if step == 2:
@@ -91,33 +77,23 @@ def weights_replaced(job: Job, model: Any, optimizer: Any, step: int) -> None:
         nn.utils.vector_to_parameters(vector / 2, model.parameters())
 
 
-def averaged_model(job: Job) -> None:
-    model = job.ddp(mlp())
+@script(adamw, wraps=False)
+def averaged_model(job: Job, model: Any, optimizer: Any) -> None:
+    """By torch's own means, and by hand: one by one, and in lists handed to a foreach kernel."""
     average = AveragedModel(model.module, multi_avg_fn=get_ema_multi_avg_fn(0.9))
-    optimizer = job.wrap(adamw(model), model)
-    train(job, model, optimizer, after_step=lambda _: average.update_parameters(model.module))
-    job.record_state(model, optimizer)
-    job.record("average", average.state_dict())
-
-
-def averages_by_hand(job: Job) -> None:
-    """One by one, and in lists handed to a foreach kernel, under `no_grad`."""
-    model = job.ddp(mlp())
-    average = copy.deepcopy(model.module)
-    optimizer = job.wrap(sgd(model), model)
-    pairs = list(zip(average.parameters(), model.module.parameters(), strict=True))
+    by_hand = copy.deepcopy(model.module)
+    means, parameters = list(by_hand.parameters()), list(model.module.parameters())
 
     @torch.no_grad()
     def update(step: int) -> None:
+        average.update_parameters(model.module)
         if step % 2:
-            torch._foreach_lerp_([mean for mean, _ in pairs], [p for _, p in pairs], 0.1)
-        else:
-            for mean, p in pairs:
-                mean.data.mul_(0.9).add_(p.data, alpha=0.1)
+            torch._foreach_lerp_(means, parameters, 0.1)
+        for mean, p in zip(means, parameters, strict=True) if step % 2 == 0 else ():
+            mean.data.mul_(0.9).add_(p.data, alpha=0.1)
 
-    train(job, model, optimizer, after_step=update)
-    job.record_state(model, optimizer)
-    job.record("average", average.state_dict())
+    train(job, model, job.wrap(optimizer, model), after_step=update)
+    job.record("average", [average.state_dict(), by_hand.state_dict()])
 
 
 @script(adamw)
@@ -143,7 +119,6 @@ def average_compiled(job: Job, model: Any, optimizer: Any) -> None:
 
 @script(adamw, when="after_step")
 def state_read_after_step(job: Job, model: Any, optimizer: Any, step: int) -> None:
-    """`optimizer.state` itself, which no hook announces."""
     parameters = list(model.parameters())
     p = parameters[step % len(parameters)]
     job.record("moments", [optimizer.state[p]["exp_avg"], optimizer.state[p]["step"]])
@@ -190,7 +165,6 @@ def state_kept(job: Job, model: Any, optimizer: Any, what: str) -> None:
 
 @script(adamw, when="after_step")
 def state_dicts(job: Job, model: Any, optimizer: Any, step: int) -> None:
-    """State dicts of the whole, of a part, and of the optimizer, right after the step."""
     if step % 3 == 0:
         job.record("optimizer", optimizer.state_dict())
     elif step % 3 == 1:
@@ -200,7 +174,6 @@ def state_dicts(job: Job, model: Any, optimizer: Any, step: int) -> None:
 
 @script(sgd, when="after_step")
 def saved(job: Job, model: Any, optimizer: Any, step: int) -> None:
-    """`torch.save` and `deepcopy` of modules, parameters and optimizers, right after the step."""
     file = io.BytesIO()
     if step % 3 == 0:
         torch.save(model.module, file)
@@ -214,11 +187,6 @@ def saved(job: Job, model: Any, optimizer: Any, step: int) -> None:
     job.record("loaded", parameters)
     job.record("types", [type(p).__name__ for p in parameters])
     job.record("copies", [type(p).__name__ for p in copy.deepcopy(model.module).parameters()])
-
-
-@script(sgd, when="after_step")
-def deep_copied_optimizer(job: Job, model: Any, optimizer: Any, step: int) -> None:
-    job.record("copy", copy.deepcopy(optimizer.state_dict()))
 
 
 @script(sgd, when="after_step")
@@ -276,9 +244,7 @@ def converted_at_the_end(job: Job, model: Any, optimizer: Any) -> None:
 
 
 def resumed(job: Job) -> None:
-    """Saved in the middle, loaded into new objects, trained on."""
-    model = job.ddp(mlp())
-    optimizer = job.wrap(adamw(model), model)
+    model, optimizer = job.begin(adamw)
     train(job, model, optimizer, steps=4)
     file = io.BytesIO()
     torch.save({"model": model.module.state_dict(), "optimizer": optimizer.state_dict()}, file)
@@ -326,12 +292,10 @@ PROGRAMS: dict[str, Callable[[nn.Module, Tensor], Any]] = {
 }
 
 
-def program_made(job: Job, how: str) -> None:
+@script(adamw)
+def program_made(job: Job, model: Any, optimizer: Any, how: str) -> None:
     """Of the model after ``step()``, in mid-training."""
-    model = job.ddp(mlp())
-    optimizer = job.wrap(adamw(model), model)
     for first_step in (0, 13):
         train(job, model, optimizer, first_step=first_step, steps=13)
         made = PROGRAMS[how](model.module, job.inputs(50))
         job.record("output", made(job.inputs(51)))
-    job.record_state(model, optimizer)

@@ -95,7 +95,6 @@ def probed_on_one_rank(job: Job, model: Any, optimizer: Any, step: int, barrier:
 
 @script(adamw, layers, when="step", steps=3 * STEPS)
 def forward_called(job: Job, model: Any, optimizer: Any, step: int, mixed: bool) -> None:
-    """DDP's forward() by its name, with accumulation."""
     is_last = step % 3 == 2
     with reduced_if(model, is_last):
         called = model if mixed and step % 2 == 0 else model.forward
@@ -118,7 +117,6 @@ def forward_for_a_look(job: Job, model: Any, optimizer: Any, step: int) -> None:
 
 @script(sgd, layers, when="step", steps=STEPS)
 def two_backwards(job: Job, model: Any, optimizer: Any, step: int) -> None:
-    """Through one graph, and then through two graphs, whose forward passes come first."""
     output = model(job.inputs(step))
     output.square().mean().backward(retain_graph=True)
     output.abs().mean().backward()
@@ -144,25 +142,20 @@ def several_forwards(job: Job, model: Any, optimizer: Any, step: int) -> Any:
     return output.square().mean()
 
 
-class Normalised(nn.Module):
+def normalised() -> nn.Module:
     """Buffers that the first rank sends to all before each forward pass."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.front, self.norm, self.back = layers(1), nn.BatchNorm1d(8), layers(1)
-
-    def forward(self, x: Tensor) -> Any:
-        return self.back(self.norm(self.front(x)).relu())
+    return nn.Sequential(layers(1), nn.BatchNorm1d(8), nn.ReLU(), layers(1))
 
 
 def accumulated_with(job: Job, what: str) -> None:
     """Under no_sync, with what DDP does as a forward pass begins, or learns from the first one."""
     kinds: dict[str, Callable[[], nn.Module]] = {"unused": Branching, "static": layers}
-    module: Any = kinds.get(what, Normalised)()
+    module: Any = kinds.get(what, normalised)()
     if what == "unused":
         module.register_buffer("seen", torch.zeros(1))
-    model = job.ddp(module, find_unused_parameters=what == "unused", static_graph=what == "static")
-    optimizer = job.wrap(sgd(model), model)
+    model, optimizer = job.begin(
+        sgd, module, find_unused_parameters=what == "unused", static_graph=what == "static"
+    )
     for step in range(STEPS):
         passes = 3 + (job.rank + step) % 2 if what == "unequal" else 3
         for micro in range(passes if step or what != "static" else 1):
@@ -227,8 +220,7 @@ def checkpointed_twice(job: Job, model: Any, optimizer: Any) -> None:
 def checkpointed_twice_later(kind: type[Job]) -> str:
     """What is raised when that begins in the course of the training."""
     job = kind(wrapped=True)
-    model: Any = job.ddp(Recomputed())
-    optimizer = job.wrap(sgd(model), model)
+    model, optimizer = job.begin(sgd, Recomputed)
     model.module.times = 1
     train(job, model, optimizer, steps=5)
     model.module.times = 2
@@ -293,8 +285,9 @@ def nested(job: Job) -> None:
     Not as views: then plain DDP, too, raises or averages what it finds.
     """
     inner = job.ddp(layers(2), gradient_as_bucket_view=False)
-    model = job.ddp(nn.Sequential(inner, nn.Tanh(), nn.Linear(8, 8)), gradient_as_bucket_view=False)
-    optimizer = job.wrap(adamw(model), model)
+    model, optimizer = job.begin(
+        adamw, nn.Sequential(inner, nn.Tanh(), nn.Linear(8, 8)), gradient_as_bucket_view=False
+    )
     train(job, model, optimizer, steps=STEPS)
     job.record_state(model, optimizer)
 
@@ -329,8 +322,7 @@ def own_group(job: Job) -> None:
     world = list(range(dist.get_world_size()))
     groups = [world[:2], world[2:]] if len(world) == 4 else [world]
     group = [dist.new_group(ranks) for ranks in groups][job.rank // 2 if len(groups) > 1 else 0]
-    model = job.ddp(layers(), process_group=group)
-    optimizer = job.wrap(adamw(model), model)
+    model, optimizer = job.begin(adamw, layers, process_group=group)
     train(job, model, optimizer, steps=STEPS)
     job.record_state(model, optimizer)
 
@@ -355,7 +347,6 @@ def regularised_beside(job: Job, model: Any, optimizer: Any, to_none: bool) -> N
 
 @script(adamw, layers, when="before_step", steps=STEPS)
 def submodule_beside(job: Job, model: Any, optimizer: Any, step: int) -> None:
-    """Between backward() and step(), of one layer, called by itself."""
     backward(job, model.module[4], 50 + step)
 
 
@@ -487,7 +478,6 @@ def complex_numbers(job: Job, model: Any, optimizer: Any) -> None:
 
 @script(sgd, Waves, when="passes", steps=STEPS)
 def complex_and_accumulated(job: Job, model: Any, optimizer: Any, step: int) -> None:
-    """Every other pass under `no_sync`, and real gradients are clipped."""
     for micro in range(2):
         with reduced_if(model, micro == 1):
             backward(job, model, 2 * step + micro)
@@ -508,8 +498,7 @@ def read_elsewhere(job: Job, how: str, first: int) -> None:
     """Others have the memory of the weights from step ``first`` to ``first`` + 3."""
     module = layers()
     player = copy.deepcopy(module)
-    model = job.ddp(module)
-    optimizer = job.wrap(adamw(model), model)
+    model, optimizer = job.begin(adamw, module)
     kept: list[Any] = []
 
     def read(step: int) -> None:
@@ -535,8 +524,7 @@ def read_elsewhere(job: Job, how: str, first: int) -> None:
 def joined(job: Job, finds_unused: bool, first: int) -> None:
     """The first rank has ``first`` batches, each one after it three more; all go on together."""
     module = Branching() if finds_unused else layers()
-    model = job.ddp(module, find_unused_parameters=finds_unused)
-    optimizer = job.wrap(adamw(model), model)
+    model, optimizer = job.begin(adamw, module, find_unused_parameters=finds_unused)
 
     def inputs(step: int) -> Tensor:
         if isinstance(module, Branching):

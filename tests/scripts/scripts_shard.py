@@ -44,8 +44,7 @@ def sharded(
 ) -> Iterator[tuple[Job, Any, Any]]:
     """A job whose updates are sharded, its model and optimizer, after so many steps."""
     with contextlib.closing(Job(wrapped=True, shard=True)) as job:
-        model = job.ddp(module())
-        optimizer = job.wrap(make(model), model)
+        model, optimizer = job.begin(make, module)
         train(job, model, optimizer, steps=steps, inputs=inputs)
         yield job, model, optimizer
 
@@ -103,25 +102,24 @@ def hooked_last(job: Job, model: Any, optimizer: Any) -> None:
 
 @script(adamw, uneven, when="step")
 def all_in_closures(job: Job, model: Any, optimizer: Any, step: int) -> None:
-    """All of training is in closures, some of them after a hook that runs after ours."""
     if step % 3 == 0:
         optimizer.register_step_pre_hook(lambda *_: None)
     job.record("loss", optimizer.step(closure_of(job, model, optimizer, step)))
 
 
 def asked_between_steps(job: Job) -> None:
-    """Of two optimizers, rank 1 reads what one has updated before it steps the other."""
     model = job.ddp(uneven())
     front, *rest = model.module
     one = job.wrap(adamw(front), model)
     other = job.wrap(sgd(nn.ModuleList(rest), momentum=0.0), model)
-    for step in range(STEPS):
-        model.zero_grad()
-        backward(job, model, step)
+
+    def update(step: int) -> None:
         one.step()
         if job.rank == 1:
             job.record("seen", front.weight if step % 2 else one.state_dict())
         other.step()
+
+    train(job, model, one, zero_grad=model.zero_grad, update=update)
     job.record_state(model, one, other)
 
 
@@ -230,7 +228,6 @@ def adversaries(job: Job) -> None:
 
 
 def loaded(job: Job) -> None:
-    """A plain checkpoint, loaded in front of wrap and after some steps."""
     model = job.ddp(mlp())
     plain = adamw(model)
     for parameter in model.parameters():
@@ -320,7 +317,6 @@ def state_of_others() -> dict[str, str]:
 
 
 def saved(path: str) -> None:
-    """Trains a little, and rank 0 alone saves what an optimizer holds."""
     with sharded(3, uneven) as (job, _, optimizer):
         if job.rank == 0:
             torch.save(optimizer.state_dict(), path)
@@ -334,7 +330,6 @@ def loaded_from(job: Job, model: Any, optimizer: Any, path: str) -> None:
 
 
 def bytes_held() -> tuple[int, int]:
-    """Of the optimizer's state, on this rank and as a plain one has it."""
     with sharded(2, uneven) as (_, model, optimizer):
         bytesched.flush(optimizer)
         entries = dict.values(optimizer.state)
@@ -380,7 +375,6 @@ def cut_by_kind(job: Job) -> None:
 
 @script(adamw, module=uneven, when="before_step")
 def cut_and_clipped(job: Job, model: Any, optimizer: Any, step: int, kind: float = 2.0) -> None:
-    """Norms of a tensor that has several owners, changes of its elements, and reads of it."""
     norm = nn.utils.clip_grad_norm_(model.parameters(), 0.01, norm_type=kind)
     job.record(f"norm {step}", norm)
     if step % 2:

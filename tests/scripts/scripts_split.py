@@ -176,7 +176,6 @@ def squares_kept(job: Job, model: Any, optimizer: Any) -> None:
 
 @script(adamw, when="before_step")
 def each_clipped_by_itself(job: Job, model: Any, optimizer: Any, step: int) -> None:
-    """A norm after every change: more questions than are answered."""
     for p in model.parameters():
         job.record("norm", clip_grad_norm_([p], 0.02))
 
@@ -202,7 +201,6 @@ def read_between_changes(job: Job, model: Any, optimizer: Any, step: int) -> Non
 
 @script(sgd, when="step")
 def nonfinite_norm(job: Job, model: Any, optimizer: Any, step: int) -> None:
-    """Raises on every rank, though one alone has the reason."""
     optimizer.zero_grad()
     scale = float("inf") if step == 3 and job.rank == 0 else 1.0
     model(job.inputs(step) * scale).square().mean().backward()
@@ -215,7 +213,6 @@ def nonfinite_norm(job: Job, model: Any, optimizer: Any, step: int) -> None:
 
 
 def two_optimizers(job: Job) -> None:
-    """Each clips and steps its half, one after the other."""
     model = job.ddp(mlp())
     parameters = list(model.parameters())
     one = job.wrap(torch.optim.SGD(parameters[::2], lr=0.1), model)

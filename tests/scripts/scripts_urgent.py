@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -65,28 +66,24 @@ class Layer(nn.Module):
         return x + 0.1 * mean
 
 
-def _inputs(job: Job) -> Callable[[int], Tensor]:
-    return lambda step: job.inputs(step, 4, _WIDTH)
-
-
 def _train(
     job: Job,
-    before_step: Callable[[Any], object] = lambda _: None,
+    act: Callable[[Any], object] = lambda _: None,
     limits_s: tuple[float, float] = _NEVER,
-    **layer: bool,
+    when: str = "before_step",
+    layer: Callable[[Any], nn.Module] = Layer,
+    steps: int = STEPS,
 ) -> None:
+    """A training in which something is done with the model at a moment of each step."""
+
+    def inputs(step: int) -> Tensor:
+        return job.inputs(step, 4, _WIDTH)
+
     group = dist.new_group()
-    model = job.ddp(nn.Sequential(*(Layer(group, **layer) for _ in range(6))))
-    optimizer = job.wrap(adamw(model), model)
+    model, optimizer = job.begin(adamw, nn.Sequential(*(layer(group) for _ in range(6))))
+    hooks: dict[str, Any] = {when: lambda _: act(model)}
     with patch.object(URGENCY, "_limits_s", limits_s):
-        train(
-            job,
-            model,
-            optimizer,
-            steps=STEPS,
-            inputs=_inputs(job),
-            before_step=lambda _: before_step(model),
-        )
+        train(job, model, optimizer, steps=steps, inputs=inputs, **hooks)
         job.record_state(model, optimizer)
         job.close()
     dist.destroy_process_group(group)
@@ -97,7 +94,7 @@ def mixed_by_collectives(job: Job) -> None:
 
 
 def gates_inside_sections(job: Job) -> None:
-    _train(job, gates_inside=True)
+    _train(job, layer=partial(Layer, gates_inside=True))
 
 
 def mixed_and_clipped(job: Job) -> None:
@@ -105,7 +102,6 @@ def mixed_and_clipped(job: Job) -> None:
 
 
 def mean_loss_before_step(job: Job) -> None:
-    """Gradients are read on all ranks, and a metric is summed before they are taken."""
     group = dist.new_group()
 
     def log(model: nn.Module) -> None:
@@ -120,18 +116,13 @@ def mean_loss_before_step(job: Job) -> None:
 def read_by_rank_0_alone(job: Job) -> None:
     """Rank 0 waits for a gradient which the others, inside their section, do not start."""
     group = dist.new_group()
-    model = job.ddp(nn.Sequential(*(nn.Linear(_WIDTH, _WIDTH) for _ in range(6))))
-    optimizer = job.wrap(adamw(model), model)
 
-    def read(_: int) -> None:
+    def read(model: Any) -> None:
         if job.rank == 0:
             float(model.module[5].weight.sum())
         job.record("metric", _mean(torch.ones(1), group))
 
-    with patch.object(URGENCY, "_limits_s", _SOON):
-        train(job, model, optimizer, steps=6, inputs=_inputs(job), after_step=read)
-        job.record_state(model, optimizer)
-        job.close()
+    _train(job, read, _SOON, "after_step", lambda _: nn.Linear(_WIDTH, _WIDTH), steps=6)
     dist.destroy_process_group(group)
 
 

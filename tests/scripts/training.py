@@ -60,6 +60,15 @@ class Job:
         self.kept.append(DistributedDataParallel(module, **arguments))
         return self.kept[-1]
 
+    def begin(self, make: Any, module: Any = None, fields: Any = None, **ddp: Any) -> Any:
+        """A model under DDP, an `mlp` if nothing is said, and its optimizer, which is wrapped."""
+        model = self.ddp(module if isinstance(module, nn.Module) else (module or mlp)(), **ddp)
+        return model, self.wrap(make(model), model, **fields or {})
+
+    def started(self, optimizer: Optimizer, model: nn.Module) -> Any:
+        """What a script has before anything is wrapped."""
+        return optimizer
+
     def wrap(self, optimizer: Optimizer, model: nn.Module, **fields: Any) -> Any:
         if self.wrapped:
             same = bytesched.wrap(optimizer, model, **self._fields | fields)
@@ -82,7 +91,6 @@ class Job:
             self.record("optimizer", optimizer.state_dict())
 
     def drop(self) -> None:
-        """Lets go of all optimizers."""
         self._optimizers.clear()
 
     def unwrap(self, optimizer: Optimizer) -> None:
@@ -202,6 +210,7 @@ def train(
     inputs: Callable[[int], Any] | None = None,
     loss: Callable[[int], Tensor] | None = None,
     passes: Callable[[int], object] | None = None,
+    update: Callable[[int], object] | None = None,
 ) -> None:
     """The usual loop, recording each loss: zero, forward, backward, step, with room in between.
 
@@ -209,6 +218,7 @@ def train(
         inputs: of a step, if they are not the job's.
         loss: of a step, if it is not the mean of squares of what the model makes of these.
         passes: all forward and backward passes of a step, in place of these.
+        update: what is done in place of the optimizer's step().
     """
 
     def usual(step: int) -> Tensor:
@@ -221,7 +231,7 @@ def train(
         seen = (passes or usual)(step)
         if before_step:
             before_step(step)
-        optimizer.step()
+        update(step) if update else optimizer.step()
         if after_step:
             after_step(step)
         job.record(f"loss {step}", seen)
@@ -265,8 +275,8 @@ def script(
         make: the optimizer of a model.
         module: what is put under DDP, with the ``arguments``; else an `mlp`.
         when: the function is "all" of the training, or one "step" of it, or what `train` is to
-            call, as "loss", "passes", "before_step" or "after_step"; all but the first get the
-            number of the step.
+            call, as "loss", "passes", "before_step", "update" or "after_step"; all but the first
+            get the number of the step.
         wraps: else the function wraps the optimizer itself.
         fields: for `Job.wrap`.
         shape: of the batches of that loop.
@@ -276,9 +286,8 @@ def script(
         @functools.wraps(function)
         def run(job: Job, *args: Any) -> None:
             model = job.ddp((module or mlp)(), **arguments)
-            optimizer: Any = make(model)
-            if wraps:
-                optimizer = job.wrap(optimizer, model, **fields)
+            plain = make(model)
+            optimizer = job.wrap(plain, model, **fields) if wraps else job.started(plain, model)
 
             def act(step: int) -> Any:
                 return function(job, model, optimizer, step, *args)

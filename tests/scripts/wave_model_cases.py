@@ -218,7 +218,6 @@ def refusals() -> list[str]:
 
 
 def rank_dies() -> None:
-    """The last rank dies in its second step; the others say how their training ended."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     loss_fn = dying_in(functional.cross_entropy, 2, rank == ranks - 1)
     waves = waves_of(chain(), loss_fn, timeout_s=8.0)
@@ -248,7 +247,6 @@ def dies_while_it_receives() -> None:
 
 
 def user_error() -> str:
-    """An exception in rank 1's loss reaches all ranks, and says what it was."""
     rank = dist.get_rank()
 
     def loss_fn(output: Tensor, targets: Tensor) -> Tensor:
@@ -263,7 +261,6 @@ def user_error() -> str:
 
 
 def state_dict_fails() -> str:
-    """Rank 1 raises in it: what the ranks say, of which one had to wait for the other."""
     model = chain()
     waves = waves_of(model, timeout_s=600.0)
     waves.step(*batch_of(0, dist.get_rank()))

@@ -50,8 +50,6 @@ SENDS = frozenset({Group.send.__code__, Group.all_reduce.__code__})
 
 @dataclass(frozen=True)
 class Way:
-    """A way to train."""
-
     #: what `wrap` is told; None: plain DDP
     fields: Mapping[str, Any] | None = None
     clips: bool = False
@@ -249,7 +247,6 @@ def setting(layers: int) -> dict[str, Any]:
 
 
 def main(argv: list[str]) -> int:
-    """Prints what each way costs."""
     parser = argparse.ArgumentParser(prog="count-calls", description=__doc__)
     parser.add_argument("ways", nargs="*", default=list(WAYS), help=", ".join(WAYS))
     parser.add_argument("--layers", type=int, default=LAYERS, help="of four tensors each")

@@ -86,11 +86,9 @@ class FakeGloo:
         return self._begin("allreduce", tensors[0], -1)
 
     def works(self) -> list[FakeWork]:
-        """Of all operations, in the order in which they were begun."""
         return [work for *_, work in self.begun]
 
     def abort(self) -> None:
-        """All connections break."""
         self.gone.update(range(self._size))
         for work in self.works():
             if not work.is_completed():
@@ -105,6 +103,5 @@ class FakeGloo:
 
 
 def fake_group(gloo: Any, timeout_s: float = TIMEOUT_S, store: HashStore | None = None) -> Group:
-    """A group over it."""
     store = store or HashStore()
     return Group(gloo, store, Notes(store, gloo.rank()), name="s/data", timeout_s=timeout_s)

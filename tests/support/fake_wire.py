@@ -171,7 +171,6 @@ class FakeWire:
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """A process group of one rank, for DDP."""
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     try:
         yield
@@ -212,8 +211,6 @@ class Around(nn.Module):
 
 @dataclass
 class Run:
-    """A model and its optimizer; planned if there is a wire."""
-
     wire: FakeWire | None = None
     order: Order | None = None
     make: Callable[[], nn.Module] = mlp
@@ -341,12 +338,10 @@ class Run:
 
     @property
     def held(self) -> list[str]:
-        """Parameters that wait."""
         return [slot.name for slot in self.slots if type(slot.parameter) is PendingParameter]
 
     @property
     def pending(self) -> list[str]:
-        """Parameters whose gradients wait."""
         return [slot.name for slot in self.slots if type(slot.parameter.grad) is PendingGrad]
 
     def differences(self, plain: Run) -> list[str]:

@@ -59,8 +59,6 @@ def folder() -> Path:
 
 
 class _Group(Fresh):
-    """The running ranks of one scenario."""
-
     def __init__(self, scenario: Scenario) -> None:
         self.scenario = scenario
         self._stopped: set[int] = set()
@@ -88,7 +86,6 @@ class _Group(Fresh):
         return any(map(is_stopped, self.running.values()))
 
     def rank_ends(self) -> list[RankEnd]:
-        """By rank."""
         found = []
         for rank, end in enumerate(self.ends()):
             told: dict[str, Any] = {}
@@ -126,7 +123,6 @@ class Runs:
         return self._ended[scenario.name]
 
     def close(self) -> None:
-        """Ends what still runs."""
         for group in self._running:
             group.close()
 

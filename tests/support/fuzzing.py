@@ -15,12 +15,12 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
-from drawn_optimizers import LATE_STEPS, SETTINGS, UNKNOWN, Own, made, stepped
+from drawn_optimizers import UNKNOWN, Own, made, stepped
 from fake_wire import FakeWire, inputs
 from fake_wire import Run as Training
 from torch import Tensor
@@ -33,11 +33,8 @@ STEPS = 5
 LATE_CHUNKS = 12
 #: a sequence takes a fraction of a second: one that takes longer than this hangs
 HANGS_S = 300.0
-OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "sgd": partial(torch.optim.SGD, lr=0.05, momentum=0.9),
-    "adamw": partial(torch.optim.AdamW, lr=0.01),
-    "rmsprop": partial(torch.optim.RMSprop, lr=0.01, foreach=True),
-}
+#: names of optimizers of torch's
+KNOWN = ("adam_foreach", "adamw", "rmsprop", "sgd_momentum")
 #: of sequences, whose optimizer is of a class that torch does not have
 UNKNOWN_SHARE = 0.3
 #: random numbers, addresses, other devices, and what concerns no values
@@ -164,16 +161,13 @@ class Run:
         self._kept: list[tuple[str, Any]] = []
 
     def _made(self, parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
-        if not self.unknown:
-            return OPTIMIZERS[self._choose.choice(sorted(OPTIMIZERS))](parameters)
         random.seed(3)
         np.random.seed(3)
-        SETTINGS["rate"] = 1.0
         weights: list[Any] = [*parameters]
-        return made(self.unknown, weights)
+        return made(self.unknown or self._choose.choice(KNOWN), weights)
 
     def train(self) -> None:
-        for step in range(LATE_STEPS if self.unknown == "Late" else STEPS):
+        for step in range(STEPS):
             self._one_step(step)
         self.records.append(("weights", seen(list(self._model.parameters()))))
         self.records += [(f"kept {name}", seen(value)) for name, value in self._kept]

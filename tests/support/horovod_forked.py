@@ -34,8 +34,6 @@ def rendezvous(world_size: int) -> Iterator[list[dict[str, str]]]:
 
 
 class HorovodRanks(Ranks):
-    """A pool of ranks on which Horovod is initialized, over Gloo."""
-
     def __init__(self, world_size: int, env: Mapping[str, str] | None = None) -> None:
         super().__init__(world_size)
         self._env = dict(env or {})

@@ -7,7 +7,6 @@ import importlib.util
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -15,12 +14,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Literal, NoReturn
+from typing import Literal
 
 from rank_worker import Launch, dump
-from ranks import HOROVOD, ExitedRank, RankFailure, Ranks, address_of, new_store
+from ranks import HOROVOD, ExitedRank, RankFailure, address_of
 from warm_python import warm_python
 
 Kind = Literal["gloo", "mpi"]
@@ -66,57 +64,6 @@ class HorovodExits:
     ranks: list[ExitedRank]
 
 
-class LaunchedRanks(Ranks):
-    """A pool of ranks under `horovodrun --gloo` or `mpirun`, on which Horovod is initialized."""
-
-    def __init__(self, kind: Kind, world_size: int) -> None:
-        super().__init__(world_size)
-        self.kind = kind
-        self._launcher: subprocess.Popen[bytes] | None = None
-
-    def _start(self) -> None:
-        folder = self._output = Path(tempfile.mkdtemp(dir=self._folder.name))
-        self._store = new_store()
-        address = str(folder / "cases")
-        command = _worker(folder, Launch(self.world_size, self._store.port, address=address))
-        with socket.socket(socket.AF_UNIX) as listener:
-            listener.bind(address)
-            listener.listen(self.world_size)
-            self._launcher = _launch(self.kind, self.world_size, folder, command)
-            deadline = time.monotonic() + START_S
-            while len(self._connections) < self.world_size:
-                if wait([listener], timeout=0.1):
-                    connection = Connection(listener.accept()[0].detach())
-                    rank, pid = connection.recv()
-                    self._connections[rank], self._pids[rank] = connection, pid
-                elif self._launcher.poll() is not None or time.monotonic() > deadline:
-                    self._fail_to_start()
-
-    def _fail_to_start(self) -> NoReturn:
-        assert self._launcher is not None
-        code, there = self._launcher.poll(), sorted(self._connections)
-        self._kill()
-        paths = [*self._output.glob("ranks/*/err"), self._output / "launcher.err"]
-        said = "\n".join(path.read_text(errors="replace") for path in paths)
-        story = f"took over {START_S:g} s" if code is None else f"ended with code {code}"
-        raise RankFailure(
-            f"the launcher of {self.world_size} {self.kind} ranks {story}; started ranks: {there}\n"
-            f"{said[-6000:]}"
-        )
-
-    def _kill(self) -> None:
-        if self._launcher is not None:
-            self._signal(signal.SIGCONT)
-            _end(self._launcher, self._output)
-            self._launcher = None
-        for connection in self._connections.values():
-            connection.close()
-        self._pids, self._connections = {}, {}
-
-    def _stderr(self, rank: int) -> str:
-        return (self._output / "ranks" / f"{rank}.0" / "err").read_text(errors="replace")[-6000:]
-
-
 def run_fresh_horovod(
     what: Path | Callable[..., object],
     kind: Kind = "gloo",
@@ -137,9 +84,9 @@ def run_fresh_horovod(
         if isinstance(what, Path):
             command = [warm_python(*HOROVOD), str(what), *map(str, args)]
         else:
-            store = new_store()
-            launch = Launch(world_size, store.port, case=address_of(what), args=args)
-            command = _worker(folder, launch)
+            request = folder / "launch"
+            request.write_bytes(dump(Launch(case=address_of(what), args=args)))
+            command = [warm_python(*HOROVOD), str(WORKER), str(request)]
         began = time.time()
         launcher = _launch(kind, world_size, folder, command, launcher_args, env)
         try:
@@ -194,12 +141,6 @@ def _launcher_path(kind: Kind) -> str | None:
 def _search_path() -> str:
     # The environment that the tests run in comes first, activated or not.
     return f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-
-
-def _worker(folder: Path, launch: Launch) -> list[str]:
-    request = folder / "launch"
-    request.write_bytes(dump(launch))
-    return [warm_python(*HOROVOD), str(WORKER), str(request)]
 
 
 def _launch(

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 if TYPE_CHECKING:
-    from horovod_launched import Kind
     from ranks import Ranks
 
 
@@ -31,33 +29,22 @@ def pool_of(world_size: int) -> Any:
 one_rank, two_ranks, three_ranks, four_ranks = map(pool_of, range(1, 5))
 
 
-def horovod_pools(kind: Kind) -> Any:
-    """A fixture: Horovod ranks by their number, forked, but for MPI, which needs its launcher."""
+@pytest.fixture(scope="session")
+def hvd_gloo() -> Iterator[Callable[[int], Ranks]]:
+    """Horovod ranks by their number."""
+    from horovod_launched import why_missing
 
-    @pytest.fixture(scope="session")
-    def pools() -> Iterator[Callable[[int], Ranks]]:
-        from horovod_launched import LaunchedRanks, why_missing
+    if reason := why_missing("gloo"):
+        pytest.skip(reason)
+    from horovod_forked import HorovodRanks
 
-        if reason := why_missing(kind):
-            pytest.skip(reason)
-        from horovod_forked import HorovodRanks
+    made: dict[int, Ranks] = {}
 
-        made: dict[int, Ranks] = {}
+    def of_size(world_size: int) -> Ranks:
+        if world_size not in made:
+            made[world_size] = HorovodRanks(world_size)
+        return made[world_size]
 
-        def of_size(world_size: int) -> Ranks:
-            if world_size not in made:
-                forked = kind == "gloo"
-                made[world_size] = (
-                    HorovodRanks(world_size) if forked else LaunchedRanks(kind, world_size)
-                )
-            return made[world_size]
-
-        yield of_size
-        with contextlib.ExitStack() as closing:
-            for ranks in made.values():
-                closing.callback(ranks.close)
-
-    return pools
-
-
-hvd_gloo, hvd_mpi = horovod_pools("gloo"), horovod_pools("mpi")
+    yield of_size
+    for ranks in made.values():
+        ranks.close()

@@ -65,7 +65,6 @@ class ForkServer:
         self._process.wait(timeout=20)
 
     def start(self, launch: Launch) -> int:
-        """The process id of a new rank."""
         self._connection.send(("start", dump(launch)))
         return int(self._connection.recv())
 
@@ -273,7 +272,6 @@ class Fresh:
         self.running = {}
 
     def ends(self) -> list[ExitedRank]:
-        """By rank."""
         return [
             ExitedRank(code, self._said(rank, "out"), self._said(rank, "err"), seconds)
             for rank, (code, seconds) in sorted(self._ended.items())

@@ -52,14 +52,12 @@ class FakeTransport:
         self._in_flight.pop(task)(task, None)
 
     def finish_next(self) -> None:
-        """The oldest task in flight has been sent."""
         self.finish(self.in_flight[0])
 
     def fail(self, task: CommTask, error: BaseException) -> None:
         self._in_flight.pop(task)(task, error)
 
     def close(self) -> None:
-        """Tasks in flight fail."""
         with self._changed:
             self.closed = True
         for task in self.in_flight:

@@ -19,8 +19,6 @@ TIMEOUT_S = 100.0
 
 
 class SharedJob:
-    """A job that was started: its ranks."""
-
     def __init__(self, script: Path, ranks: int, options: Sequence[str], arguments: Sequence[str]):
         self._store = new_store()
         self.processes = [

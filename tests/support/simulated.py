@@ -16,11 +16,7 @@ def works(draw: st.DrawFn) -> Work:
     """Layers, jobs and bundles in any number; every job is waited for."""
     layers = draw(st.integers(1, 6))
     jobs = [
-        Job(
-            draw(_SIZES),
-            draw(st.integers(0, 9)),
-            draw(st.integers(0, layers - 1)),
-        )
+        Job(draw(_SIZES), draw(st.integers(0, 9)), draw(st.integers(0, layers - 1)))
         for _ in range(draw(st.integers(1, 12)))
     ]
     parts = draw(st.integers(1, 3))

@@ -27,7 +27,6 @@ class Bench:
     modules: Sequence[str] = ()
 
     def run(self, *arguments: str, program: Sequence[str] = ("bytesched", "bench")) -> Any:
-        """The process that is over."""
         command = [warm_python(*self.modules), "-m", *program, *arguments]
         try:
             return subprocess.run(
@@ -56,5 +55,4 @@ class Bench:
 
 
 def losses(result: dict[str, Any]) -> dict[str, str]:
-    """What is said of each system's."""
     return {name: system["losses"] for name, system in result["systems"].items()}

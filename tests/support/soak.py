@@ -21,11 +21,9 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
 
 import drawn_cases
-import ends_cases
 import soak_cases as cases
-from drawn_cases import CODES, Fate
-from drawn_plans import Plan
-from hostile import fate_of, plan_of, verdict_of, verdict_of_ends
+from drawn_cases import CODES, Fate, fate_of, verdict_of, verdict_of_ends
+from drawn_plans import Plan, plan_of
 from ranks import RankFailure, Ranks, address_of, run_fresh
 
 #: after so many turns all that is made once per process is there
@@ -48,8 +46,6 @@ Verdict = tuple[str, str]
 
 @dataclass
 class Soak:
-    """The turns of one seed, and what they have found."""
-
     seed: int
     #: of those turns that draw no number of ranks
     world_size: int = 2
@@ -125,14 +121,13 @@ class Soak:
         options = _settings(draw, world_size, tuned=False)
         if draw.random() < 0.4:
             options |= {"shard": True, "split": "auto"}
-        ended = run_fresh(ends_cases.ends_well, world_size, args=(seed, options), timeout_s=HANGS_S)
+        ended = run_fresh(cases.ends_well, world_size, args=(seed, options), timeout_s=HANGS_S)
         is_well = all(end.code == 0 and not _COMPLAINS.search(end.stderr) for end in ended)
         is_equal = len({end.stdout for end in ended}) == 1
         wrong = "" if is_well and is_equal else f"{ended}"
         return f"{world_size} ranks, {options}", ("wrong" if wrong else "well", wrong)
 
     def leaks(self) -> list[str]:
-        """What has grown from turn to turn."""
         found: list[str] = []
         if len(self.left) <= _SETTLED:
             return found
@@ -151,7 +146,6 @@ class Soak:
         return found
 
     def report(self) -> str:
-        """Figures, in a few lines."""
         lines = [f"{count} {verdict}" for verdict, count in sorted(self.counts.items())]
         if not self.left:
             return "\n".join(lines)

@@ -5,20 +5,23 @@ from __future__ import annotations
 import re
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 from checks import only
+from horovod_launched import Kind, why_missing
 
 from bytesched.doctor import probes as trials
 
-if TYPE_CHECKING:
-    from ranks import Ranks
-
-Pools = Callable[[int], "Ranks"]
 pytestmark = pytest.mark.needs("horovod")
+
+
+@pytest.fixture(params=["gloo", "mpi"])
+def controller(request: pytest.FixtureRequest) -> Kind:
+    kind: Kind = request.param
+    if reason := why_missing(kind):
+        pytest.skip(reason)
+    return kind
 
 
 @pytest.fixture(autouse=True)
@@ -33,8 +36,10 @@ def warm(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.nightly
 @pytest.mark.slow
 def test_both_controllers_are_tried_whatever_is_set(
-    hvd_gloo: Pools, hvd_mpi: Pools, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    if reason := why_missing("gloo") or why_missing("mpi"):
+        pytest.skip(reason)
     timeline = tmp_path / "timeline.json"
     monkeypatch.setenv("HOROVOD_TIMELINE", str(timeline))
     monkeypatch.setenv("HOROVOD_CONTROLLER", "gloo")
@@ -53,12 +58,7 @@ def test_both_controllers_are_tried_whatever_is_set(
     assert not timeline.exists()
 
 
-@pytest.mark.parametrize("controller", ["gloo", "mpi"])
-@pytest.mark.one_in(2)
-def test_ranks_that_fail_are_a_finding(
-    controller: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    request.getfixturevalue(f"hvd_{controller}")
+def test_ranks_that_fail_are_a_finding(controller: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trials, "WORKER", "no_such_module")
     check = trials._horovod_ranks(controller, timeout_s=200)
     assert check.status == "warn"
@@ -67,14 +67,9 @@ def test_ranks_that_fail_are_a_finding(
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("controller", ["gloo", "mpi"])
 def test_ranks_that_hang_are_ended(
-    controller: str,
-    request: pytest.FixtureRequest,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
+    controller: Kind, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    request.getfixturevalue(f"hvd_{controller}")
     sleeper = tmp_path / "sleeper.py"
     sleeper.write_text(
         "import os, pathlib, time\n"

@@ -61,9 +61,13 @@ def output(command: Sequence[str], **variables: str) -> list[str]:
 
 
 def plain_output(command: Sequence[str], **variables: str) -> list[str]:
-    """What plain DDP's run of a script printed."""
     path = os.pathsep.join(filter(None, [PLAIN_TORCH, os.environ.get("PYTHONPATH")]))
     return output(command, PYTHONPATH=path, **variables)
+
+
+def losses(script: Sequence[str], *options: str) -> list[float]:
+    lines = "\n".join(output([*script, *options]))
+    return [float(loss) for loss in re.findall(r"loss ([\d.]+)", lines)]
 
 
 def weights(lines: list[str]) -> str:
@@ -81,31 +85,21 @@ def test_a_mixture_of_experts_has_equal_losses_with_and_without_the_lane(
     torchrun = [*TORCHRUN[:-1], f"--nproc-per-node={ranks}"]
     script = [python, *torchrun, "examples/moe_gpt.py", "--steps", "6", "--gate", gate]
     script += ["--expert-ranks", "2", "--batch", "2"]
-
-    def losses(*options: str) -> list[float]:
-        lines = "\n".join(output([*script, *options]))
-        return [float(loss) for loss in re.findall(r"loss (\S+)", lines)]
-
-    plain = losses("--plain")
+    plain = losses(script, "--plain")
     assert len(plain) == 1
     # Where buckets and chunks are cut decides in which order Gloo sums four ranks.
     expected = plain if ranks == 2 else pytest.approx(plain, rel=1e-5)
-    assert losses() == expected
-    assert losses("--no-lane") == expected
+    assert losses(script) == expected
+    assert losses(script, "--no-lane") == expected
 
 
 @pytest.mark.nightly
 def test_a_graph_has_equal_losses_with_and_without_wrap(python: str) -> None:
     script = [python, *TORCHRUN, "examples/gcn_halo.py", "--vertices", "300", "--epochs", "12"]
-
-    def losses(*options: str) -> list[float]:
-        lines = "\n".join(output([*script, *options]))
-        return [float(loss) for loss in re.findall(r"loss (\S+),", lines)]
-
-    plain = losses("--plain")
+    plain = losses(script, "--plain")
     assert len(plain) == 2
     assert plain[0] > plain[1]
-    assert losses() == plain
+    assert losses(script) == plain
 
 
 @pytest.mark.parametrize("is_warm", [True, pytest.param(False, marks=pytest.mark.nightly)])

@@ -8,9 +8,8 @@ from typing import Any
 import drawn_cases as cases
 import pytest
 import soak_cases
-from drawn_cases import Fate
+from drawn_cases import Fate, verdict_of, verdict_of_ends
 from drawn_plans import Plan
-from hostile import verdict_of, verdict_of_ends
 from ranks import ExitedRank, Ranks
 from soak import Soak, end
 from training import SMALL
@@ -21,17 +20,13 @@ FATE = Fate(rank=1, step=1, moment="before_step", way="exit")
 
 @pytest.mark.nightly
 def test_some_turns() -> None:
-    """Comparisons on two, three and four ranks, a step left out, and ends on three and four."""
+    """Comparisons on two and three ranks, a step left out, and ends on as many."""
     soak = Soak(8, kinds={"compared": 5, "skipped": 1, "ended": 2})
     with contextlib.closing(soak):
-        for number in (16, 20, 40, 42, 43, 47):
+        for number in (2, 16, 20, 40, 42, 47):
             soak.turn(number)
             assert not soak.failures
-    assert soak.counts == {
-        "compared: equal": 3,
-        "skipped: equal": 1,
-        "ended: named by all": 2,
-    }
+    assert soak.counts == {"compared: equal": 3, "skipped: equal": 1, "ended: named by all": 2}
 
 
 @pytest.mark.parametrize("options", [{"split": "on"}, {"split": "auto"}, {"shard": True}], ids=str)

@@ -20,7 +20,6 @@ import scripts_gradients as gradients
 import scripts_optimizers as optimizers
 import scripts_reading as reading
 import torch
-import unseen_models
 from comparing import Script, cases, check, each, of
 from ranks import Ranks, address_of, run_fresh
 
@@ -76,7 +75,7 @@ def test_last_step_is_applied_at_exit() -> None:
     assert [rank.stdout for rank in wrapped] == [rank.stdout for rank in plain]
 
 
-@pytest.mark.parametrize("name", unseen_models.MODELS)
+@pytest.mark.parametrize("name", hazards.UNSEEN)
 @pytest.mark.one_in(2)
 def test_reader_that_no_tensor_sees(two_ranks: Ranks, name: str) -> None:
     """Modules with parameters and children, a child's weight, tied weights, compiled code."""
@@ -136,10 +135,3 @@ def test_programs_made_in_mid_training(two_ranks: Ranks, how: str) -> None:
 
 def test_it_waits_as_long_as_the_group_of_the_script(two_ranks: Ranks) -> None:
     assert two_ranks.run(endings.patience_s) == [[77.0, 55.0]] * 2
-
-
-def test_step_skipped_on_one_rank() -> None:
-    """DDP hangs here. Who waits for what the other never sends is told so, in time."""
-    ranks = run_fresh(endings.skipped_on_one_rank, args=(2.0,))
-    assert [rank.code for rank in ranks] == [0, 0], ranks
-    assert any(rank.stdout for rank in ranks), ranks

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import peer_scripts as peers
@@ -23,29 +22,10 @@ def test_partition_size_takes_effect(two_ranks: Ranks) -> None:
     """A knob that was written to one name and read from another."""
     for partition_bytes, credit_bytes in ((256, 512), (1024, 4096)):
         sizes = {"partition_bytes": partition_bytes, "credit_bytes": credit_bytes}
-        for figures in two_ranks.run(peers.figures, "mlp", sizes):
+        for figures in two_ranks.run(peers.figures, sizes):
             assert sizes.items() <= figures.items()
             whole = figures["bytes_per_step"]
             assert whole / partition_bytes / 2 < figures["chunks"] <= 2 * whole / partition_bytes
-
-
-def test_one_row_is_cut(two_ranks: Ranks) -> None:
-    """Tensors were cut along their first dimension only."""
-    for figures in two_ranks.run(peers.figures, "one_row"):
-        assert 1024 * 4 / 256 <= figures["chunks"] <= 2 * 1024 * 4 / 256
-
-
-def test_sizes_are_bytes(two_ranks: Ranks) -> None:
-    """Sizes were counted in elements, whatever their width."""
-    for figures in two_ranks.run(peers.figures, "doubles"):
-        assert figures["bytes_per_step"] == (8 * 16 + 16) * 8
-
-
-def test_fifo_sends_as_ready(two_ranks: Ranks, tmp_path: Path) -> None:
-    sent = two_ranks.run(peers.sends, str(tmp_path))[0]
-    layers = [name.partition(".")[0] for _, name in sent]
-    assert list(dict.fromkeys(layers)) == ["tail", "middle", "front"]
-    assert layers == sorted(layers, reverse=True)
 
 
 @cases(

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import horovod_models as models
+import comparing
 import horovod_scripts as scripts
 import horovod_uses as uses
 import pytest
@@ -14,41 +14,23 @@ import scripts_gradients
 import scripts_models
 import scripts_optimizers
 import scripts_reading
+from comparing import Case, Figures, Script, cases, each, of
 from dropped_models import dropped_in_turn
+from horovod_launched import run_fresh_horovod, why_missing
 from ranks import address_of
+from run_outcomes import Outcomes, outcomes
 from training import STEPS, compare
 
 if TYPE_CHECKING:
     from ranks import Ranks
 
 Pools = Callable[[int], "Ranks"]
-Case = tuple[Any, ...]
 
 
-def check(
-    ranks: Ranks, case: Case, *, mode: str = "cross", rtol: float = 0.0, **options: Any
-) -> list[dict[str, Any]]:
-    """Each rank's figures of the wrapped run, after it was found equal to the plain one."""
+def check(ranks: Ranks, script: Script, *args: Any, **options: Any) -> list[Figures]:
     from horovod_training import HorovodJob
 
-    script, *args = case
-    run = address_of(script), tuple(args), options, rtol, HorovodJob
-    return check_equal(ranks.run(compare, *run), [mode] * ranks.world_size)
-
-
-def check_equal(outcomes: list[Any], modes: list[str]) -> list[dict[str, Any]]:
-    for rank, (found, _) in enumerate(outcomes):
-        assert not found, f"rank {rank}:\n" + "\n".join(found[:20])
-    figures = [stats for _, stats in outcomes]
-    assert [stats["mode"] for stats in figures] == modes
-    return figures
-
-
-def each(*cases: Case | Callable[..., None]) -> pytest.MarkDecorator:
-    """Scripts, alone or with their arguments."""
-    rows = [case if isinstance(case, tuple) else (case,) for case in cases]
-    names = ["-".join([row[0].__name__, *map(str, row[1:])]) for row in rows]
-    return pytest.mark.parametrize("case", rows, ids=names)
+    return comparing.check(ranks, script, *args, kind=HorovodJob, **options)
 
 
 #: without those that differ from one of these in their update alone, which is the same code
@@ -74,78 +56,49 @@ ARGUMENTS: tuple[dict[str, Any], ...] = (
     # Horovod does not divide what it sums in groups beforehand.
     {"groups": 2, "gradient_predivide_factor": 3.0},
 )
-SCRIPTS: tuple[Case | Callable[..., None], ...] = (
-    *((scripts_optimizers.one_optimizer, name) for name in OPTIMIZERS),
-    scripts_optimizers.muon,
-    scripts_optimizers.lr_by_hand,
-    scripts_optimizers.parameter_groups,
-    scripts_optimizers.added_group,
-    scripts_optimizers.parameters_outside_the_optimizer,
-    scripts_optimizers.closure_that_only_looks,
-    (uses.scheduled, "step"),
-    (uses.scheduled, "one_cycle"),
-    (uses.step_hooks, "before"),
-    (uses.step_hooks, "after"),
-    uses.backward_of_an_older_forward,
-    scripts.steps_in_a_row,
-    scripts.step_without_backward,
+BOTH = (False, True)
+SCRIPTS: list[Case] = [
+    *each(scripts_optimizers.one_optimizer, OPTIMIZERS),
+    *of(scripts_optimizers, "muon lr_by_hand parameter_groups added_group closure_that_only_looks"),
+    *of(scripts_optimizers, "parameters_outside_the_optimizer step_without_backward"),
+    *each(scripts_optimizers.schedule, ("step", "one_cycle"), ("before",)),
+    *each(uses.step_hooks, ("before", "after")),
+    *of(uses, "backward_of_an_older_forward"),
+    *of(scripts, "steps_in_a_row"),
     # between backward and step
-    scripts.clipped,
-    scripts.clipped_without_synchronize,
-    scripts.synchronized_twice,
-    scripts.synchronize_alone,
-    scripts.zeroed_before_step,
-    scripts.zeroed_after_synchronize,
-    *((scripts.zeroed, how) for how in scripts.ZEROINGS),
+    *of(scripts, "clipped clipped_without_synchronize synchronized_twice synchronize_alone"),
+    *of(scripts, "zeroed_before_step zeroed_after_synchronize"),
+    *each(scripts_gradients.zeroed, ("model", "by_hand_to_none", "by_hand_to_zero", "never")),
     # several passes
-    scripts.accumulation_changed,
-    scripts.partial_window,
-    (scripts.too_many_backwards, 1),
-    (scripts.too_many_backwards, 2),
-    models.branching_accumulated,
-    models.two_losses_of_parts,
-    scripts_gradients.several_forwards_one_backward,
-    scripts_gradients.two_losses,
-    scripts_gradients.functional_call,
-    scripts_gradients.gradient_penalty,
-    scripts_gradients.user_gradient_hooks,
+    *of(scripts, "accumulation_changed partial_window"),
+    *each(scripts.too_many_backwards, (1, 2)),
+    *of(uses, "branching_accumulated two_losses_of_parts"),
+    *of(scripts_gradients, "several_forwards_one_backward two_losses functional_call"),
+    *of(scripts_gradients, "gradient_penalty user_gradient_hooks"),
     # arguments of Horovod's optimizer
-    *((scripts.given, arguments) for arguments in ARGUMENTS),
-    scripts.grouped_by_list,
-    scripts.grouped_with_others,
-    (scripts.double_precision, 1.0),
-    (scripts.double_precision, 3.0),
-    scripts.half_precision,
+    *each(scripts.given, ARGUMENTS),
+    *of(scripts, "grouped_by_list grouped_with_others half_precision"),
+    *each(scripts.double_precision, (1.0, 3.0)),
     # Each element is rounded alone, and to nearest, also where eight are scaled at once: below what
     # half precision has without loss, and above what it has at all.
     *(
         (scripts.half_on_the_wire, "Average", factor, shift)
         for factor, shift in ((1.0, 1.0), (1.0, 1e-6), (3.0, 1e-6), (0.7, 1.0))
     ),
-    (scripts.half_on_the_wire, "Sum", 1.0, 1.0),
-    (scripts.half_on_the_wire, "Sum", 1.0, 1e5),
+    *each(scripts.half_on_the_wire, ("Sum",), (1.0,), (1.0, 1e5)),
     # models
-    *((scripts_models.one_model, name) for name in MODELS),
-    models.mixed_dtypes,
-    *((models.branching, turns) for turns in models.TURNS),
-    *((models.sparse, as_dense, op) for as_dense in (False, True) for op in ("Sum", "Average")),
-    (models.sparse, False, "Average", 2),
-    (models.sparse, True, "Average", 2),
-    models.thawed,
-    scripts_models.frozen_for_a_while,
-    scripts_models.reused_layer,
-    scripts_models.regularised,
-    scripts_models.partly_around_ddp,
-    scripts_models.evaluated_first,
-    scripts_models.autocast,
+    *each(scripts_models.one_model, MODELS),
+    *of(uses, "mixed_dtypes thawed"),
+    *each(uses.branching, uses.TURNS),
+    *each(uses.sparse, BOTH, ("Sum", "Average")),
+    *each(uses.sparse, BOTH, ("Average",), (2,)),
+    *of(scripts_models, "frozen_for_a_while reused_layer regularised partly_around_ddp"),
+    *of(scripts_models, "evaluated_first autocast"),
     (scripts_models.compiled, "block", "eager"),
-    models.two_models,
-    models.two_optimizers,
-    models.one_wrapped_of_two_optimizers,
+    *of(uses, "two_models"),
+    *each(uses.two_optimizers, BOTH),
     # Horovod beside training
-    uses.broadcast,
-    uses.collectives_of_the_user,
-    uses.collectives_without_synchronize,
+    *of(uses, "broadcast collectives_of_the_user collectives_without_synchronize"),
     # In the first step, before there is a plan, and when there is one and ranks measure again.
     *(
         (uses.joined_early, early, *steps)
@@ -153,42 +106,49 @@ SCRIPTS: tuple[Case | Callable[..., None], ...] = (
         for early in (0, 1)
     ),
     # between steps
-    scripts_reading.weights_read,
-    scripts_reading.weights_clipped,
-    scripts_reading.weights_replaced,
-    scripts_reading.state_changed_after_step,
-    scripts_reading.saved,
-    scripts_reading.evaluated,
-    scripts_reading.averaged_model,
-    scripts_reading.deep_copied_optimizer,
-    scripts_reading.rolled_back,
-    uses.resumed,
-    uses.unwrapped_in_the_middle,
-    (uses.unwrapped_between_backward_and_step, None, "Sum"),
-    (uses.unwrapped_between_backward_and_step, 2, "Sum"),
-    uses.scaler_off,
-    (uses.scaled, False),
-    (uses.scaled, True),
-)
+    *of(scripts_reading, "weights_read weights_replaced state_changed_after_step saved evaluated"),
+    *of(scripts_reading, "averaged_model state_dicts rolled_back"),
+    *of(uses, "resumed unwrapped_in_the_middle"),
+    *each(uses.unwrapped_between_backward_and_step, (None, 2), ("Sum",)),
+    *each(uses.scaled, ("plain", "fused", "off")),
+]
 
 
-@each(*SCRIPTS)
+@cases(*SCRIPTS)
 @pytest.mark.one_in(3)
-def test_script(hvd_gloo: Pools, case: Case) -> None:
-    for figures in check(hvd_gloo(2), case):
-        if case[0] is scripts_optimizers.one_optimizer:
+def test_script(hvd_gloo: Pools, script: Script, args: list[Any]) -> None:
+    for figures in check(hvd_gloo(2), script, *args):
+        if script is scripts_optimizers.one_optimizer:
             # On a busy machine all sums of a round may be there before step().
             assert 0 < int(figures["barrier_crossed_steps"]) < STEPS
 
 
-@each(*SCRIPTS)
+@pytest.fixture(scope="module")
+def over_mpi(request: pytest.FixtureRequest) -> list[Outcomes]:
+    """What came of the selected scripts on each rank, all in one run: launchers take seconds."""
+    if reason := why_missing("mpi"):
+        pytest.skip(reason)
+    from horovod_training import compare_over_mpi
+
+    name = test_script_over_mpi.__name__
+    chosen = [one.callspec for one in request.session.items if one.originalname == name]  # type: ignore[attr-defined]
+    runs = {one.id: (address_of(one.params["script"]), one.params["args"]) for one in chosen}
+    exits = run_fresh_horovod(compare_over_mpi, "mpi", timeout_s=250, args=(runs,))
+    return [outcomes(rank) for rank in exits.ranks]
+
+
+@cases(*SCRIPTS)
 @pytest.mark.one_in(40)
-def test_script_over_mpi(hvd_mpi: Pools, case: Case) -> None:
-    check(hvd_mpi(2), case)
+def test_script_over_mpi(
+    over_mpi: list[Outcomes], request: pytest.FixtureRequest, script: Script, args: list[Any]
+) -> None:
+    for found in over_mpi:
+        case = found[request.node.callspec.id]
+        assert (case["found"], case["mode"]) == ([], "cross")
 
 
 def test_an_optimizer_that_cannot_be_split(hvd_gloo: Pools) -> None:
-    check(hvd_gloo(2), (scripts_optimizers.subclassed_optimizer,), mode="backward")
+    check(hvd_gloo(2), scripts_optimizers.one_optimizer, "unknown", mode="backward")
 
 
 ADAMW = (scripts_optimizers.one_optimizer, "adamw")
@@ -205,7 +165,7 @@ ADAMW = (scripts_optimizers.one_optimizer, "adamw")
 )
 def test_settings(hvd_gloo: Pools, options: dict[str, Any]) -> None:
     mode = "cross" if options.get("cross_barrier", True) else "backward"
-    check(hvd_gloo(2), ADAMW, mode=mode, **options)
+    check(hvd_gloo(2), *ADAMW, mode=mode, **options)
 
 
 @pytest.mark.parametrize("world_size", [3, 4])
@@ -215,7 +175,7 @@ def test_more_ranks(hvd_gloo: Pools, world_size: int) -> None:
 
     # Idle ranks take time from others, so not from the fixture.
     with contextlib.closing(HorovodRanks(world_size)) as ranks:
-        check(ranks, ADAMW, rtol=1e-5)
+        check(ranks, *ADAMW, rtol=1e-5)
 
 
 @pytest.mark.parametrize("compression", ["none", "fp16"])
@@ -226,28 +186,26 @@ def test_process_set(hvd_gloo: Pools, compression: str) -> None:
 
     env = {"HOROVOD_DYNAMIC_PROCESS_SETS": "1"}
     with contextlib.closing(HorovodRanks(3, env)) as ranks:
-        script = address_of(models.process_set)
+        script = address_of(uses.process_set)
         outcomes = ranks.run(compare, script, (compression,), {}, 0.0, HorovodJob)
-    check_equal(outcomes, ["cross", "plain", "cross"])
+    assert [found for found, _ in outcomes] == [[]] * 3
+    assert [stats["mode"] for _, stats in outcomes] == ["cross", "plain", "cross"]
 
 
-@each(
+@cases(
     (scripts_optimizers.one_optimizer, "adamw_foreach"),
-    (scripts.given, {"backward_passes_per_step": 2}),
-    scripts.clipped,
-    (scripts.given, {"groups": 2}),
+    *each(scripts.given, ({"backward_passes_per_step": 2}, {"groups": 2})),
+    (scripts.clipped,),
     (scripts.half_on_the_wire, "Average", 1.0, 1.0),
-    scripts_gradients.gradients_kept,
-    scripts_reading.evaluated,
+    (scripts_gradients.gradients_kept,),
+    (scripts_reading.evaluated,),
 )
 @pytest.mark.one_in(3)
-def test_sizes_that_change_all_the_time(hvd_gloo: Pools, case: Case) -> None:
+def test_sizes_that_change_all_the_time(hvd_gloo: Pools, script: Script, args: list[Any]) -> None:
     from horovod_training import RestlessHorovodJob
 
-    script, *args = case
-    run: Case = address_of(script), tuple(args), {}, 0.0, RestlessHorovodJob
-    figures = check_equal(hvd_gloo(2).run(compare, *run), ["cross"] * 2)
-    assert int(figures[0]["settings"]) >= 2
+    leader, _ = comparing.check(hvd_gloo(2), script, *args, kind=RestlessHorovodJob)
+    assert int(leader["settings"]) >= 2
 
 
 @pytest.mark.parametrize("reads", [False, True])
@@ -256,18 +214,3 @@ def test_nothing_stays_of_a_model_that_was_dropped(hvd_gloo: Pools, reads: bool)
 
     for found in hvd_gloo(2).run(dropped_in_turn, 4, reads, HorovodJob):
         assert not found
-
-
-def controllers() -> tuple[bool, bool]:
-    import horovod.torch as hvd
-
-    return hvd.gloo_enabled(), hvd.mpi_enabled()
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("kind", ["gloo", "mpi"])
-def test_a_pool_runs_the_controller_it_is_named_after(
-    kind: str, request: pytest.FixtureRequest
-) -> None:
-    pools = request.getfixturevalue(f"hvd_{kind}")
-    assert pools(2).run(controllers) == [(kind == "gloo", kind == "mpi")] * 2

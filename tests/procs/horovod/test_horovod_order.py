@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from horovod_launched import run_fresh_horovod, why_missing
 
 if TYPE_CHECKING:
     from horovod_launched import Kind
@@ -22,16 +23,14 @@ PLAIN, OURS = "plain.", "bytesched.0."
 
 @pytest.fixture(params=["gloo", "mpi"])
 def kind(request: pytest.FixtureRequest) -> Kind:
-    # Skips where it is missing.
-    request.getfixturevalue(f"hvd_{request.param}")
     kind: Kind = request.param
+    if reason := why_missing(kind):
+        pytest.skip(reason)
     return kind
 
 
 def timeline(kind: Kind, path: Path, **env: str) -> tuple[HorovodTimeline, str]:
-    """What Horovod wrote, and what rank 0 said."""
     from horovod_forked import run_forked
-    from horovod_launched import run_fresh_horovod
     from horovod_order_cases import HorovodTimeline, train_in_phases
 
     marks = {"HOROVOD_TIMELINE": str(path), "HOROVOD_TIMELINE_MARK_CYCLES": "1"}
@@ -63,9 +62,7 @@ def test_chunks_are_reduced_in_the_order_of_their_plan(kind: Kind, tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    ("kind", "capacity"),
-    [("gloo", 0), ("gloo", 4), ("mpi", 0)],
-    indirect=["kind"],
+    ("kind", "capacity"), [("gloo", 0), ("gloo", 4), ("mpi", 0)], indirect=["kind"]
 )
 def test_order_without_horovods_cache(kind: Kind, capacity: int, tmp_path: Path) -> None:
     """What is in a cache that is too small comes first."""

@@ -77,7 +77,6 @@ def loss_of(output: Tensor, target: Tensor) -> Tensor:
 
 
 def trained(name: str, model: nn.Module) -> list[float]:
-    """The losses of some steps."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     losses = []
     for step in range(STEPS):

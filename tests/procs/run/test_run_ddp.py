@@ -32,11 +32,11 @@ BOTH = ("cross", "cross")
 CASES: dict[str, Row] = {
     "-".join([row.case.__name__, *map(str, row.args)]): row
     for row in (
-        Row(scripts.optimizer_after_ddp),
+        Row(optimizers.one_optimizer, args=("adamw",)),
         Row(scripts.optimizer_before_ddp, args=(1,)),
         Row(scripts.optimizer_before_ddp, args=(2,)),
-        Row(scripts.mixed_by_all_to_alls),
-        Row(scripts.mixed_by_functional_all_to_alls),
+        Row(scripts.mixed_by_all_to_alls, args=(False,)),
+        Row(scripts.mixed_by_all_to_alls, args=(True,)),
         Row(scripts.two_models, BOTH, args=(False,)),
         Row(scripts.two_models, said="this AdamW is already wrapped, with another", args=(True,)),
         *(Row(scripts.two_optimizers, BOTH, args=(what,)) for what in ("", "replaced", "late")),
@@ -87,7 +87,7 @@ CASES: dict[str, Row] = {
 
 
 #: whose settings are looked at
-WITH_SETTINGS = ("wrapped_by_the_script--{'policy': 'fifo'}", "optimizer_after_ddp")
+WITH_SETTINGS = ("wrapped_by_the_script--{'policy': 'fifo'}", "one_optimizer-adamw")
 
 
 def addressed(*names: str) -> dict[str, tuple[tuple[str, str], tuple[Any, ...]]]:
@@ -124,7 +124,7 @@ def test_settings_of_the_script_come_first(both_ranks: list[Outcomes]) -> None:
 
 def test_world_of_one() -> None:
     (rank,) = run_fresh(
-        scripts.run_all, world_size=1, args=(addressed("two_models-False", "optimizer_after_ddp"),)
+        scripts.run_all, world_size=1, args=(addressed("two_models-False", "one_optimizer-adamw"),)
     )
     for name, case in outcomes(rank).items():
         assert (case["different"], case["modes"]) == ([], [])
@@ -135,7 +135,7 @@ def test_world_of_one() -> None:
 @pytest.mark.parametrize("watched", [0, 1])
 @pytest.mark.one_in(2)
 def test_all_stay_plain_beside_a_rank_that_is_not_watched(watched: int) -> None:
-    ranks = run_fresh(scripts.run_all, args=(addressed("optimizer_after_ddp"), [watched]))
+    ranks = run_fresh(scripts.run_all, args=(addressed("one_optimizer-adamw"), [watched]))
     for rank in ranks:
         (case,) = outcomes(rank).values()
         assert (case["different"], case["modes"]) == ([], [])

@@ -36,7 +36,6 @@ WITH_SETTINGS = ("wrapped_by_the_script", "usual")
 
 @pytest.fixture(scope="module")
 def both_ranks(request: pytest.FixtureRequest) -> list[Outcomes]:
-    """Of the cases that the selected tests are about."""
     if reason := why_missing("gloo"):
         pytest.skip(reason)
     import run_horovod_cases

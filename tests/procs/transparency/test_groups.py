@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import os
 from typing import Any
 
@@ -11,6 +10,7 @@ import groups_scripts as scripts
 import pytest
 from comparing import Script, cases, each
 from comparing import check as compare
+from raised import check_survivors
 from ranks import Ranks, run_fresh
 from restless import RestlessJob
 
@@ -140,8 +140,5 @@ def test_groups_are_those_of_the_first_wrap(two_ranks: Ranks) -> None:
 @pytest.mark.parametrize("moment", ["backward", "step"])
 @pytest.mark.one_in(2)
 def test_a_death_is_told_in_all_groups(victim: int, moment: str) -> None:
-    ranks = run_fresh(scripts.dies, world_size=4, args=(victim, moment))
-    for rank, end in enumerate(ranks):
-        if rank != victim:
-            assert end.code == 1, end
-            assert json.loads(end.stdout.splitlines()[0])["error"] == "PeerLost", end
+    ended = run_fresh(scripts.dies, world_size=4, args=(victim, moment))
+    check_survivors(ended, victim=victim)

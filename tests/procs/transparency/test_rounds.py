@@ -62,7 +62,7 @@ ROUNDS = [
     (scripts.probed_on_one_rank, False),
     *each(scripts.forward_called, BOTH),
     *of(scripts, "forward_for_a_look two_backwards several_forwards"),
-    *of(gradients, "no_sync accumulation_of_averages"),
+    *[(gradients.no_sync,), (optimizers.step_every_other_backward,)],
     *each(scripts.accumulated_with, ("buffers", "unequal", "unused", "static")),
     (optimizers.closure,),
     *of(scripts, "exception_caught checkpointed_twice"),

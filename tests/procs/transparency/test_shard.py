@@ -27,7 +27,7 @@ import bytesched
     *of(
         gradients,
         """
-        no_sync accumulation_of_averages clip_some gradients_written gradients_replaced
+        no_sync clip_some gradients_written gradients_replaced
         gradients_dropped gradients_read gradients_zeroed_before_step
         """,
     ),

@@ -20,7 +20,7 @@ from training import STEPS, Job, adamw, mlp, sgd, train
 MADE = ("before", "after")
 #: how those end that do not cross the barrier
 MODES = {
-    **dict.fromkeys(("lbfgs", "subclassed_optimizer"), "backward"),
+    "lbfgs": "backward",
     "sparse_gradients": "plain",
 }
 
@@ -70,14 +70,9 @@ def test_step_within(two_ranks: Ranks, name: str) -> None:
     assert all(int(stats["barrier_crossed_steps"]) for stats in figures)
 
 
-@pytest.mark.parametrize("preset", ["before", "grad", "data"])
+@pytest.mark.parametrize("preset", ["before", "grad", "data", "arrays"])
 def test_buffer_of_gradients_of_the_user(two_ranks: Ranks, preset: str) -> None:
     for figures in check(two_ranks, gradients.flat_gradients, preset):
-        assert "in memory that others have" in str(figures["reason"])
-
-
-def test_gradients_over_arrays(two_ranks: Ranks) -> None:
-    for figures in check(two_ranks, gradients.gradients_over_arrays):
         assert "in memory that others have" in str(figures["reason"])
 
 
@@ -107,9 +102,13 @@ def test_norms_of_nested_passes_of_a_module_without_ddp(two_ranks: Ranks) -> Non
     check(two_ranks, script, module_alone=True, find_unused_parameters=True)
 
 
-@pytest.mark.parametrize("split", ["off", "on"])
-def test_gradients_left_of_unused_parameters(two_ranks: Ranks, split: str) -> None:
-    check(two_ranks, models.unused_with_gradients_left, split=split)
+@pytest.mark.parametrize(
+    "options",
+    [{"split": "off"}, {"split": "on"}, {"module_alone": True, "find_unused_parameters": True}],
+    ids=str,
+)
+def test_gradients_left_of_unused_parameters(two_ranks: Ranks, options: dict[str, Any]) -> None:
+    check(two_ranks, models.unused_with_gradients_left, **options)
 
 
 @cases(
