@@ -21,8 +21,8 @@ from bytesched import urgency
 from bytesched.errors import SchedulerClosed
 
 from ..failures import Failures
-from ..routes.groups.group import Group
-from ..routes.groups.messages import Messages, Waiter
+from ..routes.group import Group
+from ..routes.messages import Messages, Waiter
 
 #: As long as less is on its way, the next exchange starts.
 _CREDIT_BYTES: Final = 1 << 20

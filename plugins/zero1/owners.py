@@ -20,7 +20,7 @@ from ..planned.spans import Carried
 from ..planned.updates import Parts
 from ..planned.wire import Exchanging
 from ..queries import digest
-from ..routes.groups.group import Group
+from ..routes.group import Group
 from ..update.separable import is_elementwise
 from .agreement import Agreement, Kind, answer_in_barriers
 from .checkpoint import ShardedState

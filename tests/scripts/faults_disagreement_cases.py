@@ -75,7 +75,7 @@ def dies_in_wrap(victim: int) -> None:
     """Rank `victim` dies when it should take part in the broadcast of a plain module."""
     model = net()
     if dist.get_rank() == victim:
-        before("bytesched.plugins.c10d.hooked", "broadcast", FAULTS["kill"])
+        before("bytesched.plugins.c10d.attaching", "broadcast", FAULTS["kill"])
     told(lambda: wrap(sgd(model), model))
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import bytesched
-from bytesched.plugins.c10d.grouping import Grouping, grouping_of, has_groups
+from bytesched.plugins.c10d.grouping import grouping_of, has_groups
 from bytesched.plugins.wave.cutting import refuse_uncuttable
 
 BASE: Any = SimpleNamespace(rank=lambda: 1, size=lambda: 2)
@@ -40,14 +40,6 @@ def test_layer_and_mapping_may_say_the_same() -> None:
     built = model(data_parallel_group=None)
     grouping = grouping_of(built, {built[1]: None, built[0].bias: None}, BASE)
     assert grouping.parted == {id(p) for p in [*built[1].parameters(), built[0].bias]}
-
-
-def test_what_is_outside_a_group() -> None:
-    grouping = Grouping(4, {1: (0, 2), 2: (1, 3)})
-    outside = grouping.outside([0, 2])
-    assert 1 not in outside
-    assert 2 in outside
-    assert 3 in outside
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ from connected import two_connected
 
 from bytesched.config import Config
 from bytesched.errors import MismatchError, PeerLost, TransportError
-from bytesched.plugins.c10d.buffers import BufferBroadcast
 from bytesched.plugins.c10d.joining import Joining
+from bytesched.plugins.c10d.shell import BufferBroadcast
 from bytesched.plugins.failures import Failures
 
 
@@ -22,17 +22,13 @@ class FakeGroup:
     def __init__(self, name: str, calls: list[str]) -> None:
         self.name = name
         self.rank = 0
-        self.others_text: str | None = None
+        self.others: str | None = None
         self.hosts: list[str] = []
         self._calls = calls
 
-    def is_same(self, text: str) -> bool:
-        self._calls.append(f"{self.name} compares")
-        return self.others_text in (None, text)
-
     def gather_text(self, key: str, text: str) -> list[str]:
         self._calls.append(f"{self.name} gathers {key}")
-        return [text, text if self.others_text is None else self.others_text]
+        return [text, self.others or text]
 
     def leave_note(self, text: str) -> None:
         self._calls.append(f"{self.name} notes {text}")
@@ -51,7 +47,7 @@ def calls() -> list[str]:
 
 @pytest.fixture
 def ranks(calls: list[str]) -> Joining:
-    def opened(kind: str, purpose: str) -> Any:
+    def opened(kind: str, purpose: str, members: object) -> Any:
         if purpose == "never":
             raise OSError("no connection")
         calls.append(f"open {purpose} on {kind}")
@@ -62,28 +58,29 @@ def ranks(calls: list[str]) -> Joining:
 
 def test_what_was_joined_stays_open(ranks: Joining, calls: list[str]) -> None:
     with ranks:
-        ranks.open("data", "nccl")
         ranks.open("control")
+        ranks.open("data", "nccl")
         ranks.agree(["one model"])
         assert not ranks.observers()
     assert calls == [
-        "open data on nccl",
         "open control on gloo",
         "control gathers host",
-        "control compares",
+        "open data on nccl",
+        "control gathers plan",
     ]
 
 
 def test_a_group_that_cannot_be_opened_closes_the_others(ranks: Joining, calls: list[str]) -> None:
     def join() -> None:
         with ranks:
-            ranks.open("data", "nccl")
-            ranks.open("never")
+            ranks.open("data")
+            ranks.open("never", "nccl")
 
     with pytest.raises(OSError, match="no connection"):
         join()
     assert calls == [
-        "open data on nccl",
+        "open data on gloo",
+        "data gathers host",
         "data notes OSError: no connection",
         "data breaks",
         "data closes",
@@ -108,7 +105,7 @@ def test_ranks_that_differ_do_not_begin(ranks: Joining, calls: list[str]) -> Non
         with ranks:
             control: Any = ranks.open("control")
             assert control.hosts == [socket.gethostname()] * 2
-            control.others_text = '["theirs"]'
+            control.others = '["theirs"]'
             ranks.agree(["mine"])
 
     with pytest.raises(MismatchError, match="rank 0 has 'mine', rank 1 has 'theirs'"):
