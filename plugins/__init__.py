@@ -14,9 +14,19 @@ if __name__ != "bytesched.plugins":
 
 from bytesched.config import Config
 from bytesched.errors import BytesschedError, PluginError, in_one_line
+from bytesched.policy import named_policy
+from bytesched.tuning.online import find_tuner
 
-from .registry import add, announce, flush, is_wrapped, session_of, stats, unwrap
-from .wrapping import check, settings
+from .registry import (
+    add,
+    before_wrap,
+    flush,
+    is_wrapped,
+    session_of,
+    stats,
+    unwrap,
+    why_wrapped,
+)
 
 if TYPE_CHECKING:
     from .registry import Wrapped
@@ -39,8 +49,12 @@ def wrap(
     **fields: Any,
 ) -> Any:
     """See :func:`bytesched.wrap`."""
-    model = _staged(model)
-    announce(optimizer, model)
+    if "torch.distributed.pipelining" in sys.modules:
+        from .pipelines.root import staged
+
+        model = staged(model)
+    for hook in before_wrap:
+        hook(optimizer, model)
     return wrap_found(optimizer, model, kvstore, groups or {}, accumulate, micro_batches, **fields)
 
 
@@ -87,43 +101,26 @@ def wrap_found(
     """As :func:`wrap`, for what was found in a script that does not call it."""
     is_mxnet = model is None and type(optimizer).__module__.split(".")[0] == "mxnet"
     is_store = model is None and all(hasattr(optimizer, n) for n in ("init", "push", "pull"))
+    is_horovods = _is_horovods(optimizer)
     try:
-        config = settings(fields)
+        config = _settings(fields)
         if (accumulate, micro_batches) != (None, 1):
             from .moments.slots import check_request
 
             check_request(accumulate, micro_batches)
-        if not is_mxnet and not is_store:
-            check(optimizer, model)
-        if config.share and (is_mxnet or is_store):
-            raise PluginError(
-                "share is for models of torch, whose forward and backward passes take turns: a "
-                "store, or MXNet, has none"
-            )
-        if is_mxnet or is_store or kvstore is not None or _is_horovods(optimizer):
-            if config.shard:
+        if is_mxnet or is_store:
+            if config.share:
                 raise PluginError(
-                    "shard = True needs the ranks of torch.distributed: it is not there for "
-                    "Horovod, MXNet and parameter stores"
+                    "share is for models of torch, whose forward and backward passes take turns: "
+                    "a store, or MXNet, has none"
                 )
-            if config.split == "on":
-                raise PluginError(
-                    "split = 'on' needs the ranks of torch.distributed: it is not there for "
-                    "Horovod, MXNet and parameter stores"
-                )
-            if accumulate is not None:
-                raise PluginError(
-                    f"accumulate = {accumulate!r} needs the ranks of torch.distributed: it is not "
-                    "there for Horovod, MXNet and parameter stores"
-                )
-            if model is not None and _has_groups(model, groups):
-                raise PluginError(
-                    "parameters that only some ranks reduce need torch.distributed: there are no "
-                    "such groups for Horovod, MXNet and parameter stores"
-                )
+        else:
+            _check(optimizer, model)
+        if is_mxnet or is_store or kvstore is not None or is_horovods:
+            _refuse_what_needs_ranks(config, model, groups, accumulate)
     except BytesschedError as error:
         if kvstore is None:
-            _decline(optimizer, model, groups, error)
+            _decline(optimizer, model, groups, in_one_line(error))
         raise
     if is_mxnet:
         from .stores.mxnet.begin import begin as wrap_mxnet
@@ -133,58 +130,88 @@ def wrap_found(
         from .stores.scheduled import begin as wrap_store
 
         return wrap_store(optimizer, config)
-    session = _begin(
-        optimizer,
-        model,
-        config,
-        kvstore=kvstore,
-        groups=groups,
-        micro_batches=micro_batches if accumulate else None,
-        is_configured=bool(fields),
-    )
+    # Each is collective, and returns nothing for what stays as it was.
+    session: Wrapped | None
+    if kvstore is not None:
+        from .stores.training.begin import begin as begin_over_store
+
+        session = begin_over_store(optimizer, model, kvstore, config)
+    elif is_horovods:
+        from .horovod.optimizer import begin as begin_over_horovod
+
+        session = begin_over_horovod(optimizer, model, config)
+    elif _is_pipeline(model):
+        from .pipelines.begin import begin as begin_over_replicas
+
+        if accumulate:
+            raise PluginError(
+                "accumulate is not there for pipelines, whose micro-batches are the schedule's"
+            )
+        session = begin_over_replicas(optimizer, model, config, groups)
+    else:
+        from .c10d.ddp import begin as begin_over_c10d
+        from .moments.slots import Accumulation
+
+        accumulation = Accumulation(optimizer, micro_batches) if accumulate else None
+        session = begin_over_c10d(
+            optimizer, model, config, groups, accumulation, is_configured=bool(fields)
+        )
     if session is not None:
         add(optimizer, session, figures=config.figures)
     return optimizer
 
 
-def _begin(
-    optimizer: Any,
-    model: Any,
-    config: Config,
-    *,
-    kvstore: Any,
-    groups: Any,
-    micro_batches: int | None,
-    is_configured: bool,
-) -> Wrapped | None:
-    """The session behind an optimizer, over what carries its gradients; collective."""
-    if kvstore is not None:
-        from .stores.training.begin import begin as begin_over_store
+def _settings(fields: dict[str, Any]) -> Config:
+    """Those of a wrap. Raises `ConfigError` for what is wrong with them."""
+    config = Config.load(**fields)
+    named_policy(config.policy, config.origin("policy"))
+    find_tuner(config)
+    return config
 
-        return begin_over_store(optimizer, model, kvstore, config)
-    if _is_horovods(optimizer):
-        from .horovod.optimizer import begin as begin_over_horovod
 
-        return begin_over_horovod(optimizer, model, config)
-    if _is_pipeline(model):
-        from .pipelines.begin import begin as begin_over_replicas
+def _check(optimizer: Any, model: Any) -> None:
+    """Raises `PluginError` unless ``optimizer`` may be wrapped with ``model``."""
+    try:
+        import torch
+    except ImportError as error:
+        raise PluginError("wrapping needs PyTorch: pip install 'bytesched[torch]'") from error
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise PluginError(f"{type(optimizer).__name__} is neither a torch optimizer nor a KVStore")
+    if model is None:
+        raise PluginError(
+            "wrap(optimizer, model) needs the model whose parameters the optimizer updates: the "
+            "DistributedDataParallel, or the module itself"
+        )
+    if not isinstance(model, torch.nn.Module):
+        raise PluginError(f"{type(model).__name__} is not a torch module")
+    if is_wrapped(optimizer):
+        raise PluginError(why_wrapped(optimizer, model))
 
-        if micro_batches is not None:
+
+def _refuse_what_needs_ranks(config: Config, model: Any, groups: Any, accumulate: Any) -> None:
+    """Raises `PluginError` for what is there over torch.distributed alone."""
+    asked = {
+        "shard = True": config.shard,
+        "split = 'on'": config.split == "on",
+        f"accumulate = {accumulate!r}": accumulate is not None,
+    }
+    if found := [name for name, is_asked in asked.items() if is_asked]:
+        raise PluginError(
+            f"{found[0]} needs the ranks of torch.distributed: it is not there for Horovod, MXNet "
+            "and parameter stores"
+        )
+    if model is not None:
+        from .c10d.grouping import has_groups
+
+        if has_groups(model, groups):
             raise PluginError(
-                "accumulate is not there for pipelines, whose micro-batches are the schedule's"
+                "parameters that only some ranks reduce need torch.distributed: there are no such "
+                "groups for Horovod, MXNet and parameter stores"
             )
-        return begin_over_replicas(optimizer, model, config, groups)
-    from .c10d.ddp import begin as begin_over_c10d
-    from .moments.slots import Accumulation
-
-    accumulation = None if micro_batches is None else Accumulation(optimizer, micro_batches)
-    return begin_over_c10d(
-        optimizer, model, config, groups, accumulation, is_configured=is_configured
-    )
 
 
-def _decline(optimizer: Any, model: Any, groups: Any, error: BytesschedError) -> None:
-    """The other ranks, which may wrap and wait for this one, are left its ``error``."""
+def _decline(optimizer: Any, model: Any, groups: Any, why: str) -> None:
+    """The other ranks, which may wrap and wait for this one, are told ``why`` it does not."""
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(model, torch.nn.Module) or is_wrapped(optimizer):
         return
@@ -192,38 +219,22 @@ def _decline(optimizer: Any, model: Any, groups: Any, error: BytesschedError) ->
         if _is_horovods(optimizer):
             from .horovod.entry import decline as decline_over_horovod
 
-            decline_over_horovod(optimizer, in_one_line(error))
-            return
-        if _is_pipeline(model):
+            decline_over_horovod(optimizer, why)
+        elif _is_pipeline(model):
             from .pipelines.begin import decline as decline_over_replicas
 
-            decline_over_replicas(model, groups, in_one_line(error))
-            return
-        from .c10d.ddp import decline as decline_over_c10d
+            decline_over_replicas(model, groups, why)
+        else:
+            from .c10d.ddp import decline as decline_over_c10d
 
-        decline_over_c10d(model, in_one_line(error))
+            decline_over_c10d(model, why)
     except Exception:
         log.debug("the other ranks do not know of the error", exc_info=True)
-
-
-def _staged(model: Any) -> Any:
-    """``model``, or the stages of the pipeline that it is."""
-    if "torch.distributed.pipelining" not in sys.modules:
-        return model
-    from .pipelines.root import staged
-
-    return staged(model)
 
 
 def _is_pipeline(model: Any) -> bool:
     root = sys.modules.get("bytesched.plugins.pipelines.root")
     return root is not None and isinstance(model, root.StageModules)
-
-
-def _has_groups(model: Any, groups: Any) -> bool:
-    from .c10d.grouping import has_groups
-
-    return has_groups(model, groups)
 
 
 def _is_horovods(optimizer: Any) -> bool:

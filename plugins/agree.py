@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
 
 import torch
-from torch import nn
 
 from bytesched.config import Config
 from bytesched.errors import MismatchError
+
+from .planned.bundles import Slot
 
 #: fields of the configuration that must be the same everywhere
 _SHARED_FIELDS = """
@@ -20,15 +21,8 @@ _SHARED_FIELDS = """
 """
 
 
-class Named(Protocol):
-    """A parameter that is reduced."""
-
-    name: str
-    parameter: nn.Parameter
-
-
 def statements(
-    slots: Sequence[Named], optimizer: torch.optim.Optimizer, config: Config
+    slots: Sequence[Slot], optimizer: torch.optim.Optimizer, config: Config
 ) -> list[str]:
     """What every plugin's ranks must agree on, a line for each."""
     return [
@@ -59,22 +53,13 @@ def disagreement(statements: Mapping[int, Sequence[str]], seen_by: int) -> str:
     return ""
 
 
-def agree(
-    mine: list[str],
-    rank: int,
-    *,
-    is_same: Callable[[str], bool],
-    gather: Callable[[str, str], list[str]],
-) -> None:
+def agree(mine: list[str], rank: int, gather: Callable[[str, str], list[str]]) -> None:
     """Raises MismatchError on every rank if their statements differ; collective.
 
     Args:
-        is_same: whether all ranks have the same text.
-        gather: every rank's text under a key, by rank; called only where they differ.
+        gather: every rank's text under a key, by rank.
     """
     text = json.dumps(mine)
-    if is_same(text):
-        return
-    texts = gather("plan-text", text)
-    if why := disagreement({r: json.loads(text) for r, text in enumerate(texts)}, rank):
-        raise MismatchError(why)
+    if len(set(gather("plan", hashlib.sha256(text.encode()).hexdigest()))) > 1:
+        texts = gather("plan-text", text)
+        raise MismatchError(disagreement(dict(enumerate(map(json.loads, texts))), rank))

@@ -10,7 +10,7 @@ from typing import Final, NoReturn, Protocol
 from bytesched.errors import PeerLost, PluginError, SchedulerTimeout, TransportError, in_one_line
 from bytesched.share.turn import HELD, released
 
-from .routes.groups.group import Group
+from .routes.group import Group
 
 
 class Peers(Protocol):

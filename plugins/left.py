@@ -40,11 +40,6 @@ def name_of_ddp(module: object) -> str:
     return f"DistributedDataParallel of {kind}" + (f" {number}" if number > 1 else "")
 
 
-def name_of_horovods(optimizer: object) -> str:
-    """The same for an optimizer of Horovod's."""
-    return f"Horovod's {type(optimizer).__name__}"
-
-
 Figures = Mapping[str, int | float | str]
 
 

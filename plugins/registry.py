@@ -6,12 +6,13 @@ import json
 import logging
 import os
 import weakref
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from bytesched.errors import in_one_line
 from bytesched.files import write_text
@@ -58,69 +59,48 @@ class Wrapped(Protocol):
         """Figures, flat, with units in the names."""
 
 
-class WrappedStore(Protocol):
+class WrappedStore(ABC):
     """A store that schedules what another store sends."""
 
+    @abstractmethod
     def flush(self) -> None:
         """Completes everything that was started."""
 
+    @abstractmethod
     def stats(self) -> dict[str, int | float | str]:
         """Figures, flat, with units in the names."""
 
+    @abstractmethod
     def unwrap(self) -> Any:
         """Flushes, ends, and returns the store beneath."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass
 class _Entry:
-    optimizer: weakref.ref[Any]
-    session: Wrapped
+    """What is known of a session."""
+
     #: ends the session with its model
     end: weakref.finalize[..., Any] | None
+    optimizers: list[weakref.ref[Any]] = field(default_factory=list)
+    #: where its figures are written; empty: nowhere
+    folder: str = ""
 
 
-#: in the order of wrapping
-_entries: dict[_Entry, None] = {}
+#: by session, in the order of wrapping
+_entries: dict[Wrapped, _Entry] = {}
 
 #: of sessions that have ended, the latest last
 _ended: deque[dict[str, int | float | str]] = deque(maxlen=64)
 
-#: where sessions write their figures
-_folders: weakref.WeakKeyDictionary[Wrapped, str] = weakref.WeakKeyDictionary()
-
-_store_kinds: list[type[Any]] = []
-
 _watches_forks = False
 
 #: of the process that this one was forked from: none of it may be taken apart here
-_disowned: list[_Entry] = []
+_disowned: list[dict[Wrapped, _Entry]] = []
 
-_before_wrap: list[Callable[[Any, Any], None]] = []
-_after_wrap: list[Callable[[Any], None]] = []
-
-StoreT = TypeVar("StoreT", bound=type[Any])
-
-
-def kind_of_store(kind: StoreT) -> StoreT:
-    """Decorates a class of which every object is a `WrappedStore`."""
-    _store_kinds.append(kind)
-    return kind
-
-
-def before_wrap(hook: Callable[[Any, Any], None]) -> None:
-    """Calls ``hook(optimizer, model)`` from now on whenever the user is about to wrap these."""
-    _before_wrap.append(hook)
-
-
-def after_wrap(hook: Callable[[Any], None]) -> None:
-    """Calls ``hook(session)`` from now on for every new session, before its first round."""
-    _after_wrap.append(hook)
-
-
-def announce(optimizer: Any, model: Any) -> None:
-    """Calls the hooks of `before_wrap`."""
-    for hook in _before_wrap:
-        hook(optimizer, model)
+#: called with an optimizer and a model whenever the user is about to wrap these
+before_wrap: list[Callable[[Any, Any], None]] = []
+#: called with every new session, before its first round
+after_wrap: list[Callable[[Any], None]] = []
 
 
 def add(optimizer: Any, session: Wrapped, *, figures: str = "") -> None:
@@ -131,41 +111,57 @@ def add(optimizer: Any, session: Wrapped, *, figures: str = "") -> None:
     Args:
         figures: the folder that its figures are written to when it ends, if there is one.
     """
-    is_new = all(entry.session is not session for entry in list(_entries))
-    if figures:
-        _folders[session] = figures
-    end = next((entry.end for entry in list(_entries) if entry.session is session), None)
-    if end is None and session.root is not None:
-        end = weakref.finalize(session.root, _model_gone, session)
-        end.atexit = False
-    _entries[_Entry(weakref.ref(optimizer), session, end)] = None
+    if is_new := session not in _entries:
+        end = None
+        if session.root is not None:
+            end = weakref.finalize(session.root, _model_gone, session)
+            end.atexit = False
+        _entries[session] = _Entry(end)
+    entry = _entries[session]
+    entry.optimizers.append(weakref.ref(optimizer))
+    entry.folder = figures or entry.folder
     # Anew each time: it goes before that of what carries the session.
     at_exit(_at_exit)
     _watch_forks()
     if is_new:
-        for hook in _after_wrap:
+        for hook in after_wrap:
             hook(session)
 
 
 def is_wrapped(optimizer: Any) -> bool:
     """Whether a session stands behind ``optimizer``."""
-    return any(entry.optimizer() is optimizer for entry in list(_entries))
+    return any(_has(entry, optimizer) for entry in list(_entries.values()))
+
+
+def _has(entry: _Entry, optimizer: Any) -> bool:
+    return any(known() is optimizer for known in entry.optimizers)
+
+
+def why_wrapped(optimizer: Any, model: Any) -> str:
+    """Why ``optimizer``, which is wrapped, is not wrapped with ``model``; what to do about it."""
+    name = type(optimizer).__name__
+    if any(session.root is model for session in sessions(optimizer)):
+        return f"this {name} is already wrapped; unwrap it first"
+    return (
+        f"this {name} is already wrapped, with another model than this {type(model).__name__}, and "
+        "can be wrapped with only one: give each model its own optimizer, of the same class and "
+        "settings, and wrap both; or leave it, and the other model trains as without bytesched"
+    )
 
 
 def sessions(x: Any = None) -> list[Wrapped]:
     """The sessions of an optimizer or a model, or all of them, in the order of wrapping."""
-    found: list[Wrapped] = []
-    for entry in list(_entries):
-        session = entry.session
-        if (x is None or x is entry.optimizer() or x is session.root) and session not in found:
-            found.append(session)
-    return found
+    return [
+        session
+        for session, entry in list(_entries.items())
+        if x is None or x is session.root or _has(entry, x)
+    ]
 
 
 def optimizers_of(session: Wrapped) -> list[Any]:
     """Those that ``session`` stands behind and that are still there."""
-    found = [entry.optimizer() for entry in list(_entries) if entry.session is session]
-    return [optimizer for optimizer in found if optimizer is not None]
+    known = _entries[session].optimizers if session in _entries else ()
+    return [optimizer for one in known if (optimizer := one()) is not None]
 
 
 def session_of(x: Any) -> Wrapped | None:
@@ -210,45 +206,41 @@ def unwrap(x: Any) -> Any:
             session.flush()
             session.restore()
         finally:
-            _keep_figures(session)
+            entry = _forget(session)
+            _keep_figures(session, "" if entry is None else entry.folder)
             session.close()
-            _forget(session)
     return x
 
 
-def _forget(session: Wrapped) -> list[_Entry]:
-    """Takes the entries of ``session`` out, and returns them."""
-    gone = [entry for entry in list(_entries) if entry.session is session]
-    for entry in gone:
-        _entries.pop(entry, None)
-        if entry.end is not None:
-            entry.end.detach()
-    return gone
+def _forget(session: Wrapped) -> _Entry | None:
+    """Takes the entry of ``session`` out, and returns it, if it was there still."""
+    entry = _entries.pop(session, None)
+    if entry is not None and entry.end is not None:
+        entry.end.detach()
+    return entry
 
 
 def _model_gone(session: Wrapped) -> None:
     """Nothing refers to the model of ``session`` any more. Any thread, between any two lines."""
-    if _forget(session):
-        end_beside(partial(_end, session))
+    if (entry := _forget(session)) is not None:
+        end_beside(partial(_end, session, entry.folder))
 
 
-def _end(session: Wrapped) -> None:
+def _end(session: Wrapped, folder: str) -> None:
     try:
         if session.error is None:
             session.flush()
     except Exception:
         log.exception("the last step of a model that is gone could not be applied")
         make_exit_fail()
-    _close(session)
+    _close(session, folder)
 
 
 def _store_of(x: Any) -> WrappedStore | None:
     """The wrapped store that ``x`` is, or that a Gluon trainer trains through, or None."""
     settings = getattr(x, "_kvstore_params", None)
     store = settings["kvstore"] if isinstance(settings, dict) else x
-    is_wrapped_store = isinstance(store, tuple(_store_kinds))
-    found: WrappedStore | None = store if is_wrapped_store else None
-    return found
+    return store if isinstance(store, WrappedStore) else None
 
 
 def _at_exit() -> None:
@@ -270,9 +262,8 @@ def _at_exit() -> None:
     wait_for_ends()
     for session in sessions():
         # Before that: what it lets go of may be all that has kept the model, and ended it again.
-        _forget(session)
-        _close(session)
-    _entries.clear()
+        if (entry := _forget(session)) is not None:
+            _close(session, entry.folder)
     wait_for_last()
 
 
@@ -297,11 +288,11 @@ def _before_fork() -> None:
 def _after_fork() -> None:
     for session in sessions():
         session.disown()
-    _disowned.extend(_entries)
+    _disowned.append(_entries.copy())
     _entries.clear()
 
 
-def _keep_figures(session: Wrapped) -> None:
+def _keep_figures(session: Wrapped, folder: str) -> None:
     try:
         figures = session.stats()
     except Exception:
@@ -310,21 +301,18 @@ def _keep_figures(session: Wrapped) -> None:
     if session.error is not None:
         figures = {**figures, "error": in_one_line(session.error)}
     _ended.append(figures)
-    if (folder := _folders.get(session)) is not None:
-        _write_figures(Path(folder), figures.get("rank", 0))
+    if folder:
+        path = Path(folder, f"rank{figures.get('rank', 0)}.figures.json")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            # Those of all sessions that have ended, in one piece.
+            write_text(path, json.dumps(ended(), indent=1) + "\n")
+        except OSError as error:
+            log.warning("figures could not be written to %s: %s", path, error)
 
 
-def _write_figures(folder: Path, rank: object) -> None:
-    """Writes those of all sessions that have ended, in one piece."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        write_text(folder / f"rank{rank}.figures.json", json.dumps(ended(), indent=1) + "\n")
-    except OSError as error:
-        log.warning("the figures of rank %s could not be written to %s: %s", rank, folder, error)
-
-
-def _close(session: Wrapped) -> None:
-    _keep_figures(session)
+def _close(session: Wrapped, folder: str) -> None:
+    _keep_figures(session, folder)
     try:
         # After an error, what was not updated shall not be read as if it had been.
         session.close(release_parameters=session.error is None)

@@ -17,7 +17,7 @@ from bytesched.values import parse_size
 SYSTEMS = ("ddp", "ddp-best", "bytesched")
 BUCKETS_MB = (1, 2, 4, 8, 16, 25)
 #: of bytesched's buckets and chunks, where nothing is set: over Gloo, and over NCCL
-#: (plugins/c10d/planning.py)
+#: (plugins/c10d/attaching.py)
 CHUNK_MB, NCCL_CHUNK_MB = 1, 16
 #: of DDP without arguments: its first bucket, and all others
 FIRST_BUCKET_MB = 1

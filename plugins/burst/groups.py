@@ -23,9 +23,9 @@ from ..planned.bundles import Slot
 from ..planned.hooked_session import HookedSession
 from ..planned.terms import Terms, setting_of
 from ..planned.wire import GroupWire
-from ..routes.groups.group import Group
-from ..routes.groups.opening import open_gloo
-from ..routes.groups.store import await_keys
+from ..routes.group import Group
+from ..routes.opening import open_gloo
+from ..routes.store import await_keys
 
 
 class GuardedStore(distributed_c10d.Store):
@@ -111,7 +111,7 @@ def open_session(
     label = f"{name}.{place.first}-{place.width}"
     slots = [Slot(parameter_name, parameter) for parameter_name, parameter in named]
 
-    def opened(kind: str, purpose: str) -> Group:
+    def opened(kind: str, purpose: str, members: object) -> Group:
         group_name = f"{label}/{purpose}"
         prefixed = PrefixStore(f"bytesched/{group_name}", store)
         timeout_s = config.timeout_s

@@ -20,8 +20,8 @@ from bytesched.burst.cost import Place
 from bytesched.observe import Observers
 
 from ..failures import Progress
-from ..routes.groups.group import Group
-from ..routes.groups.messages import Messages, Waiter
+from ..routes.group import Group
+from ..routes.messages import Messages, Waiter
 
 
 def samples_at(place: Place, device: int, batch: int) -> range:

@@ -24,7 +24,7 @@ from ..agree import settings
 from ..c10d.joining import joining
 from ..ending import at_exit, died_of, make_exit_fail, not_at_exit
 from ..planned.hooked_session import HookedSession
-from ..routes.groups.opening import store_of
+from ..routes.opening import store_of
 from .background import Background
 from .groups import made_on_all_ranks, open_session, shared_observers
 from .moves import Moves, samples_at

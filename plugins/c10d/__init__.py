@@ -1,8 +1,1 @@
-"""torch.distributed: DDP as a shell, and how its ranks come together."""
-
-from __future__ import annotations
-
-from .ddp import find_ddp
-from .joining import Joining
-
-__all__ = ["Joining", "find_ddp"]
+"""torch.distributed: a model in DDP or beside it, and how its ranks come together."""

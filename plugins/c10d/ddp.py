@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -19,19 +19,15 @@ from ..left import name_of_ddp
 from ..moments.slots import Accumulation
 from ..planned import beginning
 from ..planned.beginning import add_optimizer, stays_plain
-from ..planned.hooked_session import HookedSession
 from ..planned.session import PlannedSession
 from ..proxies.passes import IN_A_CONTEXT, are_in_a_context
 from ..registry import sessions
-from ..routes.groups.opening import kind_of, timeout_of
-from ..update.genuine import stepping_optimizer
-from ..update.separable import refuse_to_shard
-from .buffers import broadcasts_buffers
+from ..routes.opening import kind_of, timeout_of
+from ..update.separable import refuse_to_shard, stepping_optimizer
+from .attaching import attach_hooked, attach_planned, is_complex, why_not_sharded
 from .entry import Entry
-from .folded import attach_folded
-from .grouping import grouping_of, has_groups, reduces_itself, refuse_other_groups
-from .hooked import attach_hooked
-from .planning import attach_planned, is_complex, why_not_sharded
+from .grouping import grouping_of, has_groups, refuse_other_groups
+from .shell import broadcasts_buffers
 
 __all__ = [
     "base_of",
@@ -69,30 +65,28 @@ def why_sparse(model: nn.Module) -> str:
     return ""
 
 
+#: attributes of a DDP that are set where only it can reduce
+_KEPT: Final = {
+    "mixed_precision": "DDP's own mixed precision reduces in a hook of its own",
+    "_comm_hooks": "a communication hook is registered on the DDP module",
+    "_delay_all_reduce_params": "DDP delays the all-reduce of some parameters",
+    "skip_all_reduce_unused_params": "DDP skips the all-reduce of unused parameters",
+    "lazy_bucket_allocation": "DDP allocates its buckets anew in every backward pass",
+}
+
+
 def why_kept(ddp: DistributedDataParallel) -> str:
     """Why only ``ddp`` itself can reduce as it was told to; empty if others can."""
-    if getattr(ddp, "mixed_precision", None) is not None:
-        return "DDP's own mixed precision reduces in a hook of its own"
-    if getattr(ddp, "_comm_hooks", None):
-        return "a communication hook is registered on the DDP module"
-    if getattr(ddp, "_delay_all_reduce_params", None):
-        return "DDP delays the all-reduce of some parameters"
-    if getattr(ddp, "skip_all_reduce_unused_params", False):
-        return "DDP skips the all-reduce of unused parameters"
-    if getattr(ddp, "lazy_bucket_allocation", False):
-        return "DDP allocates its buckets anew in every backward pass"
-    if _has_builtin_hook(ddp):
+    for name, why in _KEPT.items():
+        if getattr(ddp, name, None):
+            return why
+    logger: Any = ddp.logger
+    # Such a hook leaves its name there alone.
+    if logger is not None and logger._get_ddp_logging_data().strs_map.get("comm_hook"):
         return "a built-in communication hook is registered on the DDP module"
     if not hasattr(ddp, "_remove_autograd_hooks"):
         return f"DDP of torch {torch.__version__} cannot give up its gradient hooks"
     return ""
-
-
-def _has_builtin_hook(ddp: DistributedDataParallel) -> bool:
-    """Whether a hook was registered that leaves its name in DDP's log alone."""
-    logger: Any = ddp.logger
-    data = {} if logger is None else logger._get_ddp_logging_data().strs_map
-    return bool(data.get("comm_hook"))
 
 
 def find_ddp(model: nn.Module) -> DistributedDataParallel | None:
@@ -156,32 +150,24 @@ def begin(
         if known[0].owners is not None:
             refuse_to_shard(optimizer)
         if groups:
-            partitions = known[0].partitions if isinstance(known[0], HookedSession) else {}
-            grouping = grouping_of(model, groups, base_of(model))
-            reduced = [slot.parameter for slot in known[0].slots]
-            refuse_other_groups(model, reduced, partitions, grouping)
+            refuse_other_groups(model, known[0], grouping_of(model, groups, base_of(model)))
         add_optimizer(known[0], optimizer, type(optimizer), why_whole(optimizer, model, config))
         return known[0]
     with Entry(base_of(model)) as entry:
         config = _waiting(model, config)
         optimizer = stepping_optimizer(optimizer)
         why = why_whole(optimizer, model, config)
-        if config.shard:
-            refuse_to_shard(optimizer)
         grouping = grouping_of(model, groups, base_of(model))
-        is_grouped = not reduces_itself(ddp, grouping)
+        is_grouped = not grouping.suits(ddp)
         is_folded = accumulation is not None
         if config.shard:
+            refuse_to_shard(optimizer)
             why_not = why_not_sharded(ddp, config, has_groups=is_grouped, is_folded=is_folded)
             if why_not:
                 raise PluginError(f"shard = True cannot be for this model: {why_not}")
         session: PlannedSession
-        if accumulation is not None:
-            session = attach_folded(
-                optimizer, model, ddp, config, entry, accumulation, has_groups=is_grouped
-            )
-        elif ddp is None or is_grouped or is_complex(ddp):
-            session = attach_hooked(optimizer, model, ddp, config, entry, grouping)
+        if ddp is None or is_folded or is_grouped or is_complex(ddp):
+            session = attach_hooked(optimizer, model, ddp, config, entry, grouping, accumulation)
         else:
             session = attach_planned(optimizer, model, ddp, config, entry)
         try:

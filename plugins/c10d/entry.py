@@ -10,8 +10,7 @@ import hashlib
 import json
 import logging
 import time
-from types import TracebackType
-from typing import Final
+from typing import Any, Final
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
@@ -19,9 +18,9 @@ from torch.distributed import distributed_c10d
 from bytesched.errors import MismatchError, SchedulerTimeout, in_one_line
 
 from ..agree import disagreement
-from ..routes.groups.opening import store_of
+from ..routes.opening import store_of
 
-__all__ = ["Entry"]
+__all__ = ["Announcement", "Entry"]
 
 log = logging.getLogger("bytesched")
 
@@ -32,11 +31,57 @@ _LOOKS_PER_S: Final = 1000
 #: after which it is logged, once, which ranks are waited for
 _PATIENCE_S: Final = 10.0
 _WRAP: Final = "bytesched.wrap"
-#: holds why the ranks do not go on
+#: holds why the ranks do not go on, or that nothing keeps them from it any more
 _WHY: Final = "why"
+_ALL_WRAP: Final = "wrap"
 
 
-class Entry:
+class _Meeting:
+    """What the ranks of ``base`` say to each other, the n-th time that each says a thing of a kind.
+
+    Args:
+        kind: of what is said.
+    """
+
+    def __init__(self, base: dist.ProcessGroup, kind: str) -> None:
+        self.base = base
+        self._rank, self._size = base.rank(), base.size()
+        store = store_of(base)
+        # Counted in the store: the group of a later training has a new one.
+        self.number: int = store.add(f"bytesched/{kind}/{self._rank}", 1)
+        self._store = distributed_c10d.PrefixStore(f"bytesched/{kind}{self.number}", store)
+
+    def _say(self, statements: list[str], stage: str) -> bool:
+        """Compares them with those of the rank that says any first; whether it is this one."""
+        text = json.dumps(statements)
+        digest = hashlib.sha256(text.encode()).hexdigest()
+        mine = json.dumps([self._rank, digest])
+        first = self._store.compare_set(f"{stage}/first", "", mine).decode()
+        if first == mine:
+            self._store.set(f"{stage}/text", text)
+        elif digest != json.loads(first)[1]:
+            theirs = json.loads(self._store.get(f"{stage}/text"))
+            said = {json.loads(first)[0]: theirs, self._rank: statements}
+            self._decide(disagreement(said, self._rank))
+        self._store.set(f"{stage}/{self._rank}", "")
+        self._store.add(f"{stage}/count", 1)
+        return first == mine
+
+    def _are_missing(self, stage: str) -> bool:
+        return self._store.add(f"{stage}/count", 0) < self._size
+
+    def _missing(self, stage: str) -> str:
+        """The ranks that have not said anything yet."""
+        ranks = range(self._size)
+        return ", ".join(str(r) for r in ranks if not self._store.check([f"{stage}/{r}"]))
+
+    def _decide(self, why: str) -> str:
+        """What is to become of it is ``why``, unless it is decided already; returns what is."""
+        decided: str = self._store.compare_set(_WHY, "", why).decode()
+        return decided
+
+
+class Entry(_Meeting):
     """One ``wrap`` that the ranks of ``base`` enter together, the n-th of each of them.
 
     A context: an error in it is declared to the other ranks, in place of what comes next.
@@ -46,13 +91,8 @@ class Entry:
     """
 
     def __init__(self, base: dist.ProcessGroup, call: str = _WRAP) -> None:
+        super().__init__(base, "entry")
         self._call = call
-        self.base = base
-        self._rank, self._size = base.rank(), base.size()
-        store = store_of(base)
-        # Counted in the store: the group of a later training has a new one.
-        self.number: int = store.add(f"bytesched/entries/{self._rank}", 1)
-        self._store = distributed_c10d.PrefixStore(f"bytesched/entry{self.number}", store)
         self._stages = 0
 
     def agree(self, statements: list[str], timeout_s: float) -> None:
@@ -62,17 +102,15 @@ class Entry:
         `SchedulerTimeout` if one does not come.
         """
         stage, self._stages = f"stage{self._stages}", self._stages + 1
-        self._compare(statements, stage)
-        self._store.set(f"{stage}/{self._rank}", "")
-        self._store.add(f"{stage}/count", 1)
+        self._say(statements, stage)
         began_s, nap_s = time.monotonic(), _SHORTEST_NAP_S
         longest_nap_s = max(_LONGEST_NAP_S, self._size / _LOOKS_PER_S)
         patience_s = min(_PATIENCE_S, timeout_s)
-        while self._store.add(f"{stage}/count", 0) < self._size:
+        while self._are_missing(stage):
             self._raise_if_refused()
             waited_s = time.monotonic() - began_s
             if waited_s > patience_s:
-                missing = ", ".join(map(str, self._missing(stage)))
+                missing = self._missing(stage)
                 if waited_s > timeout_s:
                     raise SchedulerTimeout(
                         f"rank {missing} did not come to {self._call} within {timeout_s:g} s; "
@@ -88,39 +126,53 @@ class Entry:
     def decline(self, why: str) -> None:
         """This rank goes on alone; the others raise, with its reason ``why``."""
         what = "does not wrap" if self._call == _WRAP else f"failed in {self._call}"
-        self._refuse(f"rank {self._rank} {what}: {why}")
-
-    def _compare(self, statements: list[str], stage: str) -> None:
-        """With those of the rank that comes first."""
-        text = json.dumps(statements)
-        mine = json.dumps([self._rank, hashlib.sha256(text.encode()).hexdigest()])
-        first = self._store.compare_set(f"{stage}/first", "", mine).decode()
-        if first == mine:
-            self._store.set(f"{stage}/text", text)
-            return
-        rank, digest = json.loads(first)
-        if digest != json.loads(mine)[1]:
-            theirs = json.loads(self._store.get(f"{stage}/text"))
-            self._refuse(disagreement({rank: theirs, self._rank: statements}, self._rank))
-
-    def _refuse(self, why: str) -> None:
-        self._store.compare_set(_WHY, "", why)
+        self._decide(f"rank {self._rank} {what}: {why}")
 
     def _raise_if_refused(self) -> None:
         if self._store.check([_WHY]):
             raise MismatchError(self._store.get(_WHY).decode())
 
-    def _missing(self, stage: str) -> list[int]:
-        return [r for r in range(self._size) if not self._store.check([f"{stage}/{r}"])]
-
     def __enter__(self) -> Entry:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if error is not None:
             self.decline(in_one_line(error))
+
+
+class Announcement(_Meeting):
+    """What a rank of ``base`` is about to do, the n-th time; made without waiting for any other.
+
+    A reduction of all ranks has to lie between its making and `objection`: then whoever makes
+    one at all has made it, however slow, and no deadline is needed to know. The rank that looks
+    first decides for all.
+
+    Args:
+        statements: what has to be the same on all ranks for all to go on.
+    """
+
+    def __init__(self, base: dist.ProcessGroup, statements: list[str]) -> None:
+        super().__init__(base, "announcement")
+        self._came_first = self._say(statements, "intent")
+
+    @property
+    def is_first(self) -> bool:
+        """True on one rank: on rank 0, if it has made one too."""
+        return self._rank == 0 or (self._came_first and not self._store.check(["intent/0"]))
+
+    def objection(self) -> str:
+        """Why the ranks do not go on together, the same on all of them; empty if they do."""
+        why = _ALL_WRAP
+        if self._are_missing("intent"):
+            why = (
+                f"rank {self._missing('intent')} takes no part: it does not run under bytesched, "
+                "or is not at the same place of the script"
+            )
+        decided = self._decide(why)
+        return "" if decided == _ALL_WRAP else decided
+
+    def withdraw(self, why: str) -> None:
+        """This rank does not go on as it has announced."""
+        if self._decide(f"rank {self._rank} does not go on: {why}") == _ALL_WRAP:
+            # The others are about to.
+            Entry(self.base).decline(why)

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import logging
 import socket
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Final
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from bytesched.config import Config
 from bytesched.grid import why_not
@@ -23,9 +21,9 @@ from ..agree import agree
 from ..planned.bundles import Slot
 from ..planned.terms import Terms, setting_of
 from ..planned.wire import GroupWire
-from ..routes.groups.group import Group
-from ..routes.groups.opening import closed_on_error, kind_of, open_group
-from ..routes.levels import TwoLevelSums, open_levels
+from ..routes.group import Group
+from ..routes.levels import open_levels
+from ..routes.opening import closed_on_error, kind_of, open_group
 from .entry import Entry
 
 __all__ = ["BUCKET_BYTES", "Carriers", "Joining", "broadcast", "carriers", "joining"]
@@ -33,73 +31,51 @@ __all__ = ["BUCKET_BYTES", "Carriers", "Joining", "broadcast", "carriers", "join
 log = logging.getLogger("bytesched")
 
 
-class Joining:
-    """Opens the groups of one session over the same ranks.
+class Joining(ExitStack):
+    """Opens the groups of one session; the first one is of Gloo, and of all its ranks.
 
     A context: an error in it is left as a note for the other ranks, and closes all groups. All
     calls are collective.
 
     Args:
-        opened: the group of a kind, "gloo" or "nccl", for a purpose.
+        opened: the group of a kind, "gloo" or "nccl", for a purpose, of some ranks or all.
         config: with the timeline, which is observed from where the ranks have joined.
     """
 
-    def __init__(self, opened: Callable[[str, str], Group], config: Config) -> None:
+    def __init__(
+        self, opened: Callable[[str, str, Sequence[int] | None], Group], config: Config
+    ) -> None:
+        super().__init__()
         self._opened = opened
         self._config = config
-        self._closing = ExitStack()
-        #: only connections of Gloo show that a rank is lost
-        self._gloo: Group
+        #: the first one: only connections of Gloo show that a rank is lost
+        self._first: Group
         self._hosts: list[str] = []
-        self._groups: list[Group] = []
 
-    def open(self, purpose: str, kind: str = "gloo") -> Group:
-        """A group of all ranks."""
-        group = self.adopt(self._opened(kind, purpose))
-        if kind == "gloo":
-            self._gloo = group
-            self._hosts = self._hosts or group.gather_text("host", socket.gethostname())
-        for opened in self._groups:
-            opened.hosts = self._hosts
-        return group
-
-    def adopt(self, group: Group) -> Group:
-        """``group``, of some ranks, is closed by an error as well; returns it."""
-        self._closing.enter_context(closed_on_error(group))
-        self._groups.append(group)
+    def open(self, purpose: str, kind: str = "gloo", members: Sequence[int] | None = None) -> Group:
+        """A group of all ranks, or of ``members``."""
+        group = self._opened(kind, purpose, members)
+        self.enter_context(closed_on_error(group))
+        if not self._hosts:
+            self._first, self._hosts = group, group.gather_text("host", socket.gethostname())
         group.hosts = self._hosts
         return group
 
     def agree(self, statements: list[str]) -> None:
-        """Raises `MismatchError` on every rank if ``statements`` differ; after a group of Gloo."""
-        agree(
-            statements,
-            self._gloo.rank,
-            is_same=self._gloo.is_same,
-            gather=self._gloo.gather_text,
-        )
+        """Raises `MismatchError` on every rank if ``statements`` differ."""
+        agree(statements, self._first.rank, self._first.gather_text)
 
     def observers(self) -> Observers:
-        """What the settings ask for; after a group of Gloo."""
-        return observers_of(self._gloo, self._config)
-
-    def __enter__(self) -> Joining:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._closing.__exit__(kind, error, trace)
+        """What the settings ask for."""
+        return observers_of(self._first, self._config)
 
 
 def joining(base: dist.ProcessGroup, name: str, config: Config) -> Joining:
     """Joins the ranks of ``base``, the user's group, in a session ``name`` of this job."""
 
-    def opened(kind: str, purpose: str) -> Group:
-        return open_group(base, kind, name=f"{name}/{purpose}", timeout_s=config.timeout_s)
+    def opened(kind: str, purpose: str, members: Sequence[int] | None) -> Group:
+        of, timeout_s = f"{name}/{purpose}", config.timeout_s
+        return open_group(base, kind, name=of, timeout_s=timeout_s, members=members)
 
     return Joining(opened, config)
 
@@ -110,50 +86,40 @@ BUCKET_BYTES: Final = {"gloo": 1 << 20, "nccl": 16 << 20}
 
 @dataclass(frozen=True, eq=False)
 class Carriers:
-    """The groups of one session. All calls are collective."""
+    """The groups of one session."""
 
-    base: dist.ProcessGroup
-    name: str
-    device: torch.device
-    config: Config
     #: where others are opened
     ranks: Joining
-    #: what sums travel on, and what it is: "gloo" or "nccl"
+    config: Config
+    #: where gradients are
+    device: torch.device
+    #: of Gloo, what numbers of the host travel on
+    control: Group
+    #: what sums travel on, which may be the same, and what it is: "gloo" or "nccl"
     data: Group
     kind: str
-    #: of Gloo, what numbers of the host travel on; the same, if that is of Gloo
-    control: Group
     #: of what fails once the ranks have joined, there is a trace
     observers: Observers
 
-    def open_part(self, members: Sequence[int], purpose: str, kind: str = "gloo") -> Group:
-        """A group of some ranks."""
-        name = f"{self.name}/{purpose}"
-        timeout_s = self.config.timeout_s
-        part = open_group(self.base, kind, name=name, timeout_s=timeout_s, members=members)
-        return self.ranks.adopt(part)
-
     def wire(self, *others: Group | None, has_parts: bool = False) -> GroupWire:
         """Sums over all ranks, in two levels where that can be, and is faster or asked for.
+
+        Collective.
 
         Args:
             others: what is closed with it.
             has_parts: some gradients are summed over some ranks: then it is one level.
         """
-        levels = None if has_parts else self._levels()
+        levels = None
+        is_one = has_parts or self.device.type != "cpu" or self.kind != "gloo"
+        if not is_one and not why_not(self.config.cell._replace(levels="two levels")):
+            levels = open_levels(
+                self.config.hierarchy,
+                self.data,
+                lambda purpose, members: self.ranks.open(purpose, "gloo", members),
+            )
         opened = [group for group in others if group is not None]
         return GroupWire(self.data, self.control, opened, self.device, levels)
-
-    def _levels(self) -> TwoLevelSums | None:
-        if self.device.type != "cpu" or self.data.backend.name() != "gloo":
-            return None
-        if why_not(self.config.cell._replace(levels="two levels")):
-            return None
-        return open_levels(
-            self.config.hierarchy,
-            self.data,
-            lambda purpose, members: self.open_part(members, purpose),
-        )
 
     def terms(
         self, slots: Sequence[Slot], wire: GroupWire, *, partition_bytes: int = 0, **more: Any
@@ -176,22 +142,16 @@ def carriers(entry: Entry, device: torch.device, config: Config) -> Iterator[Car
     Args:
         device: where gradients are.
     """
-    base, name = entry.base, f"session{entry.number}"
-    kind = kind_of(base, device)
-    with joining(base, name, config) as ranks:
-        data = ranks.open("data", kind)
-        control = data if kind == "gloo" else ranks.open("control")
-        yield Carriers(base, name, device, config, ranks, data, kind, control, ranks.observers())
+    kind = kind_of(entry.base, device)
+    with joining(entry.base, f"session{entry.number}", config) as ranks:
+        control = ranks.open("data" if kind == "gloo" else "control")
+        data = control if kind == "gloo" else ranks.open("data", kind)
+        yield Carriers(ranks, config, device, control, data, kind, ranks.observers())
 
 
-def broadcast(group: Group, module: nn.Module, *, left_out: Container[int] = ()) -> None:
-    """Gives every rank the parameters and buffers of rank 0, as DDP's constructor does.
-
-    Args:
-        left_out: the ids of those that are not given.
-    """
-    tensors = [*module.parameters(), *module.buffers()]
-    tensors = [tensor for tensor in tensors if id(tensor) not in left_out]
+def broadcast(group: Group, tensors: Iterable[torch.Tensor]) -> None:
+    """Gives every rank the tensors of rank 0, as DDP's constructor does with those of a model."""
+    tensors = list(tensors)
     group.broadcast(tensors, task="the initial broadcast")
     if group.members[group.rank] == 0:
         log.info("broadcast %d parameters and buffers of a plain module", len(tensors))

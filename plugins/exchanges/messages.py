@@ -19,8 +19,8 @@ from bytesched import urgency
 from bytesched.errors import SchedulerClosed
 
 from ..failures import Failures
-from ..routes.groups.group import Group
-from ..routes.groups.messages import Messages, Waiter
+from ..routes.group import Group
+from ..routes.messages import Messages, Waiter
 
 #: how often a wait looks for lost connections
 _LOOK_S: Final = 0.2

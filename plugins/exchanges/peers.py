@@ -24,8 +24,8 @@ from bytesched.config import Config
 from bytesched.errors import MismatchError, PluginError, in_one_line
 
 from ..ending import end_when_gone
-from ..routes.groups.group import Group
-from ..routes.groups.opening import kind_of, open_group
+from ..routes.group import Group
+from ..routes.opening import kind_of, open_group
 from .counts import Form, Table
 from .messages import Exchanges
 

@@ -6,7 +6,6 @@ one. So all ranks know of it, and none waits in a collective for one that never 
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import json
 import time
@@ -19,8 +18,8 @@ from bytesched.config import Config
 from bytesched.environment import is_horovod_elastic
 from bytesched.errors import MismatchError, TransportError, in_one_line
 
-from ..agree import disagreement
-from .operations import Operations
+from ..agree import agree, disagreement
+from .operations import Operations, Work
 
 #: for an answer that all ranks have made possible already
 _PATIENCE_S: Final = 10.0
@@ -50,32 +49,26 @@ class Entry:
 
         Raises `MismatchError` if one of them has others, or has declined.
         """
-        text = json.dumps(statements)
-        digest = hashlib.sha256(text.encode()).hexdigest()
-        answers = [
-            json.loads(answer) for answer in self._operations.texts(self._declare("", digest))
-        ]
-        for rank, (_, why, _) in enumerate(answers):
+        operations = self._operations
+        answers = [*map(json.loads, operations.texts(self._declare("")))]
+        for rank, (_, why) in enumerate(answers):
             if why:
                 raise MismatchError(
-                    f"rank {rank} does not wrap: {why} (seen by rank {self._operations.rank})"
+                    f"rank {rank} does not wrap: {why} (seen by rank {operations.rank})"
                 )
-        if len({digest for *_, digest in answers}) > 1:
-            texts = self._operations.gather_text("plan-text", text)
-            lists = {rank: json.loads(theirs) for rank, theirs in enumerate(texts)}
-            raise MismatchError(disagreement(lists, self._operations.rank))
-        number = max(number for number, *_ in answers)
+        agree(statements, operations.rank, operations.gather_text)
+        number = max(number for number, _ in answers)
         while self._number < number:
             self._number = next(_number)
         self.name = f"bytesched.{number}"
 
     def decline(self, why: str) -> None:
         """This rank goes on alone; the others raise, with its reason ``why``."""
-        self._declare(why, "")
+        self._declare(why)
 
-    def _declare(self, why: str, digest: str) -> tuple[int, int]:
+    def _declare(self, why: str) -> tuple[Work, Work]:
         stage, self._stages = self._stages, self._stages + 1
-        return self._operations.announce_text(str(stage), json.dumps([self._number, why, digest]))
+        return self._operations.announce_text(str(stage), json.dumps([self._number, why]))
 
     def __enter__(self) -> Entry:
         return self
@@ -123,7 +116,7 @@ class Announcement:
     def objection(self) -> str:
         """Why the ranks do not go on together, the same on all of them; empty if they do."""
         deadline_s = time.monotonic() + _PATIENCE_S
-        while not all(map(self._operations.is_done, self._works)):
+        while not all(work.is_completed() for work in self._works):
             if time.monotonic() > deadline_s:
                 return (
                     "a rank takes no part: it does not run under bytesched, or is not at the same "
@@ -134,7 +127,7 @@ class Announcement:
             texts = self._operations.texts(self._works)
         except TransportError as error:
             return in_one_line(error)
-        return disagreement({r: json.loads(t) for r, t in enumerate(texts)}, self._operations.rank)
+        return disagreement(dict(enumerate(map(json.loads, texts))), self._operations.rank)
 
     def withdraw(self, why: str) -> None:
         """This rank does not go on as it has announced."""

@@ -21,7 +21,7 @@ from ..planned.clocks import PROBE
 from ..planned.source import Source
 from ..planned.wire import HOST
 from ..routes.probing import BEFORE_PROBES
-from .operations import Operations
+from .operations import Operations, Work
 
 log = logging.getLogger("bytesched")
 
@@ -40,21 +40,7 @@ _END_NAP_S: Final = 0.01
 _NAME_IN_USE: Final = "with the same name as another tensor"
 
 
-class _Sum:
-    """What was announced."""
-
-    __slots__ = ("handle", "is_here", "operations")
-
-    def __init__(self, operations: Operations, handle: int) -> None:
-        self.operations = operations
-        self.handle = handle
-        self.is_here = False
-
-    def is_completed(self) -> bool:
-        return self.is_here or self.operations.is_done(self.handle)
-
-
-class HorovodWire:
+class HorovodWire(Operations):
     """The ranks of a process set (see `bytesched.plugins.planned.wire.Wire`).
 
     Horovod runs an operation when every rank has announced it, whatever their order. Among those
@@ -87,10 +73,7 @@ class HorovodWire:
         device: torch.device,
         dtype: torch.dtype | None,
     ) -> None:
-        self.operations = Operations(process_set, name=name, timeout_s=timeout_s)
-        self.rank = self.operations.rank
-        self.size = self.operations.size
-        self.timeout_s = timeout_s
+        super().__init__(process_set, name=name, timeout_s=timeout_s)
         self.has_streams = device.type == "cuda"
         self._device = device
         self._dtype = dtype
@@ -100,7 +83,7 @@ class HorovodWire:
         self._source: Source
         #: the current round, and what stands for all that was announced in it
         self._round = -1
-        self._announced = 0
+        self._announced_keys = 0
         self._has_given_up = False
 
     def follow(self, source: Source) -> None:
@@ -119,25 +102,18 @@ class HorovodWire:
 
     # -- sums --------------------------------------------------------------------------
 
-    def start(self, tensor: torch.Tensor, key: str = "") -> _Sum:
+    def start(self, tensor: torch.Tensor, key: str = "") -> Work:
         if self._round != self._source.finished:
-            self._round, self._announced = self._source.finished, 0
-            self.operations.held.let_go()
-        self._announced = crc32(key.encode(), self._announced)
-        scale = _unfused(self._announced % _FACTORS, tensor.dtype, self._scale, self._divisor)
-        handle = self.operations.allreduce(tensor, key, self._op, scale)
-        return _Sum(self.operations, handle)
+            self._round, self._announced_keys = self._source.finished, 0
+            self._held.let_go()
+        self._announced_keys = crc32(key.encode(), self._announced_keys)
+        index = self._announced_keys % _FACTORS
+        scale = _unfused(index, tensor.dtype, self._scale, self._divisor)
+        return self.allreduce(tensor, key, self._op, scale)
 
-    def start_largest(self, numbers: torch.Tensor) -> _Sum:
+    def start_largest(self, numbers: torch.Tensor) -> Work:
         """See `Wire`. A rank that has joined tells zeros: what is compared differs then."""
-        handle = self.operations.allreduce(numbers, _NUMBERS, hvd.Max)
-        return _Sum(self.operations, handle)
-
-    def wait(self, work: _Sum, task: str) -> None:
-        if work.is_here:
-            return
-        self.operations.wait(work.handle, task=task)
-        work.is_here = True
+        return self.allreduce(numbers, _NUMBERS, hvd.Max)
 
     def wait_left(self, works: Iterable[Any]) -> None:
         """See `Wire`. Horovod holds what it has, and calls nobody when it ends."""
@@ -148,19 +124,11 @@ class HorovodWire:
         handle: int = torch._C._cuda_getCurrentRawStream(self._device.index)
         return handle
 
-    def clock_offset_ns(self) -> int:
-        """What must be added to this host's wall clock to read rank 0's; collective."""
-        for _ in range(3):
-            # The last one ends at nearly the same moment everywhere.
-            self._compare_clocks(torch.zeros(1, device="cpu"))
-        mine_ns = time.time_ns()
-        leaders = torch.tensor([mine_ns if self.rank == 0 else 0], device="cpu")
-        self._compare_clocks(leaders)
-        return int(leaders.item()) - mine_ns
-
-    def _compare_clocks(self, numbers: torch.Tensor) -> None:
-        handle = self.operations.allreduce(numbers, f"clock in {numbers.dtype}", hvd.Sum)
-        self.operations.wait(handle, task="comparing clocks")
+    def of_leader(self, number: int) -> int:
+        """Rank 0's ``number``, on all ranks; collective."""
+        numbers = torch.tensor([number if self.rank == 0 else 0], device="cpu")
+        self.wait(self.allreduce(numbers, "clock", hvd.Sum), "comparing clocks")
+        return int(numbers)
 
     # -- the end -----------------------------------------------------------------------
 
@@ -204,7 +172,7 @@ class HorovodWire:
     def _is_under_way(self, key: str, end: torch.Tensor) -> bool:
         """Announces ``end`` under ``key``, unless that is the name of what is under way."""
         try:
-            self.operations.allreduce(end, key, hvd.Sum)
+            self.allreduce(end, key, hvd.Sum)
         except TransportError as error:
             # The other reason is that Horovod was shut down.
             return _NAME_IN_USE in str(error)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Callable
 from typing import Any, Final
 
 import horovod.torch as hvd
@@ -12,6 +13,8 @@ from horovod.common.exceptions import HorovodInternalError
 from torch import Tensor
 
 from bytesched.errors import PeerLost, SchedulerTimeout, TransportError
+
+from ..routes.group import is_cut, is_late
 
 #: between two looks at an operation that the user's thread waits for; each nap is so much longer
 #: than the one before, so that one that takes a millisecond is not found half a millisecond late
@@ -35,6 +38,30 @@ class HorovodPeerLost(PeerLost, HorovodInternalError):  # type: ignore[misc]
     """Another rank is gone, has failed, or has given up."""
 
 
+def is_done(handle: int) -> bool:
+    """Whether what has this handle of Horovod's has ended, or failed."""
+    try:
+        return bool(hvd.poll(handle))
+    except ValueError:
+        # Horovod was shut down and has forgotten it; its result will say so.
+        return True
+
+
+class Work:
+    """What was announced."""
+
+    __slots__ = ("handle", "is_here")
+
+    def __init__(self, handle: int) -> None:
+        self.handle = handle
+        #: it was waited for, and Horovod has forgotten it
+        self.is_here = False
+
+    def is_completed(self) -> bool:
+        """Whether a wait for it would return, or raise, at once."""
+        return self.is_here or is_done(self.handle)
+
+
 class Operations:
     """What one session, or what comes before it, announces to Horovod.
 
@@ -48,53 +75,54 @@ class Operations:
         self.timeout_s = timeout_s
         self._process_set = process_set
         self._name = name
-        self.held = Held()
+        self._held = Held()
 
     def allreduce(
         self, tensor: Tensor, key: str, op: int, scale: tuple[float, float] = (1.0, 1.0)
-    ) -> int:
-        """Announces ``tensor``, scaled before and after the sum, in place; returns the handle."""
-        self.held.hold(tensor)
-        try:
-            handle: int = hvd.allreduce_async_(
-                tensor,
-                name=f"{self._name}.{key}",
-                op=op,
-                prescale_factor=scale[0],
-                postscale_factor=scale[1],
-                process_set=self._process_set,
-            )
-        except (HorovodInternalError, ValueError) as error:
-            raise self.error(error, task=key) from error
-        return handle
+    ) -> Work:
+        """Announces ``tensor``, scaled before and after the sum, in place."""
+        self._held.hold(tensor)
+        return self._announced(
+            hvd.allreduce_async_,
+            tensor,
+            key,
+            op=op,
+            prescale_factor=scale[0],
+            postscale_factor=scale[1],
+        )
 
     def gather_text(self, key: str, text: str) -> list[str]:
         """Every rank's ``text``, by rank."""
         return self.texts(self.announce_text(key, text))
 
-    def announce_text(self, key: str, text: str) -> tuple[int, int]:
+    def announce_text(self, key: str, text: str) -> tuple[Work, Work]:
         """Announces this rank's ``text`` under ``key``; returns what ``texts`` takes."""
         mine = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
-        sizes = self._gather(torch.tensor([len(mine)], device="cpu"), f"{self._name}.{key}.size")
-        return sizes, self._gather(mine, f"{self._name}.{key}")
+        size = torch.tensor([len(mine)], device="cpu")
+        sizes = self._announced(hvd.allgather_async, size, f"{key}.size")
+        return sizes, self._announced(hvd.allgather_async, mine, key)
 
-    def texts(self, works: tuple[int, int]) -> list[str]:
+    def texts(self, works: tuple[Work, Work]) -> list[str]:
         """Every rank's text, by rank, when all have announced theirs."""
-        sizes, texts = (self.wait(work, task=f"{self._name}: texts") for work in works)
+        sizes, texts = (self.wait(work, f"{self._name}: texts") for work in works)
         return [part.numpy().tobytes().decode() for part in texts.split(sizes.tolist())]
 
-    def _gather(self, tensor: Tensor, name: str) -> int:
+    def _announced(
+        self, announce: Callable[..., int], tensor: Tensor, key: str, **options: Any
+    ) -> Work:
+        name = f"{self._name}.{key}"
         try:
-            work: int = hvd.allgather_async(tensor, name=name, process_set=self._process_set)
-        except HorovodInternalError as error:
-            raise self.error(error, task=name) from error
-        return work
+            return Work(announce(tensor, name=name, process_set=self._process_set, **options))
+        except (HorovodInternalError, ValueError) as error:
+            raise self._error(error, task=key) from error
 
-    def wait(self, work: int, *, task: str = "") -> Any:
-        """The tensor that ``work`` made, when it has; naps meanwhile."""
+    def wait(self, work: Work, task: str = "") -> Any:
+        """Naps until ``work`` has ended; the first time, returns the tensor that it made."""
+        if work.is_here:
+            return None
         deadline = time.monotonic() + self.timeout_s
         nap_s = _SHORTEST_NAP_S
-        while not self.is_done(work):
+        while not is_done(work.handle):
             if time.monotonic() > deadline:
                 raise HorovodTimeout(
                     f"no progress within {self.timeout_s:g} s: a rank is stopped, stuck or in "
@@ -105,48 +133,35 @@ class Operations:
             # Not hvd.synchronize alone: it spins.
             time.sleep(nap_s)
             nap_s = min(_LONGER * nap_s, _LONGEST_NAP_S)
-        return self.result(work, task=task)
-
-    def is_done(self, work: int) -> bool:
-        """True if ``result`` would not wait."""
         try:
-            return bool(hvd.poll(work))
-        except ValueError:
-            # Horovod was shut down and has forgotten it; its result will say so.
-            return True
-
-    def result(self, work: int, *, task: str) -> Any:
-        """The tensor that ``work`` made; its failure is an error of ours."""
-        try:
-            output = hvd.synchronize(work)
+            output = hvd.synchronize(work.handle)
         except (HorovodInternalError, ValueError) as error:
-            raise self.error(error, task=task) from error
+            raise self._error(error, task=task) from error
         if output is None:
-            raise self.error(ValueError("its handle has been cleared"), task=task)
+            raise self._error(ValueError("its handle has been cleared"), task=task)
+        work.is_here = True
         return output
 
-    def error(self, cause: BaseException, *, task: str = "") -> TransportError:
+    def _error(self, cause: BaseException, *, task: str) -> TransportError:
         """``cause`` as an error of ours, still one of Horovod's."""
         text = str(cause)
-        kind: type[TransportError] = HorovodFailed
-        what = f"Horovod failed: {text}"
-        gave_up = _GAVE_UP.search(text)
-        if gave_up is not None:
+        about: dict[str, Any] = {"task": task, "rank": self.rank}
+        if (gave_up := _GAVE_UP.search(text)) is not None:
             culprit = int(gave_up.group(1)) - 1
             what = f"rank {culprit} gave up; see its own log for the reason"
-            return HorovodPeerLost(what, peers=[culprit], task=task, rank=self.rank)
+            return HorovodPeerLost(what, peers=[culprit], **about)
         if "has been cleared" in text:
             what = f"this rank shut Horovod down before it was complete ({text})"
-        elif "shut down" in text:
-            kind = HorovodPeerLost
+            return HorovodFailed(what, **about)
+        if "shut down" in text:
             what = f"another rank has ended or failed; see its own log ({text.strip()})"
-        elif any(sign in text for sign in ("Timed out", "timed out", "timeout", "Timeout")):
-            kind = HorovodTimeout
-            what = f"a rank is stopped or stuck ({text.strip()})"
-        elif any(sign in text for sign in ("closed by peer", "reset by peer", "Broken pipe")):
-            kind = HorovodPeerLost
+            return HorovodPeerLost(what, **about)
+        if is_late(text):
+            return HorovodTimeout(f"a rank is stopped or stuck ({text.strip()})", **about)
+        if is_cut(text):
             what = f"another rank is gone ({text.strip()}); see its own log for the reason"
-        return kind(what, task=task, rank=self.rank)
+            return HorovodPeerLost(what, **about)
+        return HorovodFailed(f"Horovod failed: {text}", **about)
 
 
 class Held:

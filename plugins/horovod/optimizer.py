@@ -17,28 +17,22 @@ from torch import nn
 
 from bytesched.config import Config
 from bytesched.environment import horovod_autotunes, is_horovod_elastic
-from bytesched.errors import BytesschedError, PluginError, in_one_line
+from bytesched.errors import PluginError
 from bytesched.log import show
 from bytesched.trace.timeline import observers_of
 
 from ..agree import statements
-from ..left import name_of_horovods
 from ..planned.beginning import add_optimizer, stays_plain, why_whole
 from ..planned.bundles import Slot
 from ..planned.coding import DTYPES
 from ..planned.hooked_session import HookedSession
 from ..planned.terms import Terms, setting_of
-from ..registry import add, announce
-from ..wrapping import check, settings
-from .elastic import Elastic
-from .ending import watch_endings
+from .around import Elastic, watch_endings
 from .entry import Entry, decline
 from .hvd_wire import HorovodWire
 from .shell import Shell
 
 log = logging.getLogger("bytesched")
-
-_OFF: Final = "enabled is off"
 
 #: what Horovod can reduce
 _DTYPES: Final = (torch.float16, torch.float32, torch.float64)
@@ -48,27 +42,6 @@ _COMPRESSIONS: Final = {hvd.Compression.none: "none", hvd.Compression.fp16: "fp1
 
 #: of buckets and of chunks, where settings say nothing
 _BUCKET_BYTES: Final = 1 << 20
-
-
-def ScheduledOptimizer(
-    optimizer: torch.optim.Optimizer, model: nn.Module, **fields: Any
-) -> torch.optim.Optimizer:
-    """ByteScheduler's name for `bytesched.wrap` of an optimizer of Horovod's, and no other."""
-    if not hasattr(optimizer, "_allreduce_grad_async"):
-        raise PluginError(
-            f"{type(optimizer).__name__} was not made by hvd.DistributedOptimizer: "
-            "use bytesched.wrap, or make it so first"
-        )
-    announce(optimizer, model)
-    try:
-        config = settings(fields)
-        check(optimizer, model)
-    except BytesschedError as error:
-        decline(optimizer, in_one_line(error))
-        raise
-    if (session := begin(optimizer, model, config)) is not None:
-        add(optimizer, session, figures=config.figures)
-    return optimizer
 
 
 def why_plain(optimizer: torch.optim.Optimizer, model: nn.Module, config: Config) -> str:
@@ -108,8 +81,8 @@ def _begin(
     optimizer: torch.optim.Optimizer, model: nn.Module, config: Config
 ) -> HookedSession | None:
     show(config.log_level, hvd.rank() if hvd.is_initialized() else 0)
-    why = why_plain(optimizer, model, config) if config.enabled else _OFF
-    if stays_plain(name_of_horovods(optimizer), why):
+    why = why_plain(optimizer, model, config) if config.enabled else "enabled is off"
+    if stays_plain(f"Horovod's {type(optimizer).__name__}", why):
         decline(optimizer, why)
         return None
     with Entry(vars(optimizer)["process_set"], config.timeout_s) as entry:

@@ -18,7 +18,7 @@ from bytesched.errors import PluginError
 from ..planned.bundles import Slot
 from ..planned.hooked_session import HookedSession
 from .hvd_wire import HorovodWire
-from .operations import HorovodTimeout
+from .operations import HorovodTimeout, is_done
 
 #: between two looks at an operation of Horovod's own
 _LOOK_S: Final = 5e-4
@@ -124,7 +124,7 @@ class Shell:
         deadline = time.monotonic() + self._wire.timeout_s
         for handle in self._others_under_way():
             # What Horovod's own method would spin for, without a limit.
-            while not self._wire.operations.is_done(handle):
+            while not is_done(handle):
                 if self._session.error is not None:
                     raise self._session.error.with_traceback(None)
                 if time.monotonic() > deadline:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from contextlib import ExitStack
+from itertools import chain
 from typing import Any
 
 import torch
@@ -16,15 +17,15 @@ from bytesched.errors import PluginError, in_one_line
 from bytesched.log import show
 
 from ..agree import statements
+from ..c10d.attaching import refuse_halves
 from ..c10d.ddp import why_kept, why_sparse
 from ..c10d.entry import Entry
 from ..c10d.joining import broadcast, carriers
-from ..c10d.planning import refuse_halves
 from ..planned.beginning import add_optimizer, slots_of, stays_plain, why_whole
 from ..planned.bundles import Slot
 from ..planned.hooked_session import HookedSession
 from ..registry import sessions
-from ..update.genuine import stepping_optimizer
+from ..update.separable import stepping_optimizer
 from .reducing import StageReductions, take_from_ddp
 from .replicas import RollCall, named_replicas
 from .root import StageModules
@@ -153,7 +154,7 @@ def _attach(
     )
     with carriers(entry, slots[0].parameter.device, config) as opened:
         if is_named and not ddps:
-            broadcast(opened.data, root)
+            broadcast(opened.data, chain(root.parameters(), root.buffers()))
         terms = opened.terms(slots, opened.wire())
         session = HookedSession(root, terms, sync=None, find_unused=find_unused)
     with ExitStack() as half_attached:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from typing import Any, Final, NoReturn
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 from torch import nn
@@ -16,11 +16,9 @@ from bytesched.errors import BytesschedError, PeerLost, PluginError
 from ..c10d.entry import Entry
 from ..c10d.shell import take_over
 from ..planned.hooked_session import HookedSession
+from ..routes.group import is_cut
 from .private import skip_self_sends
 from .root import Schedule, StageModules
-
-#: in what Gloo says of a connection whose other side has ended
-_LOST: Final = ("closed by peer", "reset by peer", "Broken pipe")
 
 
 class StageReductions:
@@ -101,7 +99,7 @@ class StageReductions:
         """``error``, as one of ours if torch has only said that a connection is broken."""
         text = str(error).strip()
         is_torchs = type(error) in (RuntimeError, dist.DistBackendError)
-        if not is_torchs or not any(sign in text for sign in _LOST):
+        if not is_torchs or not is_cut(text):
             return error
         mine = root.schedule.group
         others = [r for r in dist.get_process_group_ranks(mine) if r != self._rank]
@@ -218,8 +216,7 @@ def take_from_ddp(root: StageModules) -> Callable[[], None]:
     for stage in root.schedule.stages:
         ddp = stage.submod
         if isinstance(ddp, DistributedDataParallel):
-            reduced = frozenset(id(p) for p in ddp.parameters() if p.requires_grad)
-            taken.append((weakref.ref(stage), ddp, take_over(weakref.ref(ddp), reduced)))
+            taken.append((weakref.ref(stage), ddp, take_over(ddp)))
             stage.submod = ddp.module
 
     def undo() -> None:

@@ -12,8 +12,8 @@ from bytesched.errors import MismatchError, PluginError, SchedulerTimeout
 
 from ..agree import disagreement
 from ..layout import digest_of
-from ..routes.groups.opening import store_of
-from ..routes.groups.store import await_keys
+from ..routes.opening import store_of
+from ..routes.store import await_keys
 from .root import StageModules
 
 

@@ -8,7 +8,7 @@ from typing import Any, Final, Protocol
 
 import torch
 
-from ..routes.groups.group import Group
+from ..routes.group import Group
 from ..routes.levels import TwoLevelSums
 
 #: where there are no streams

@@ -21,7 +21,7 @@ import torch
 from bytesched.errors import PluginError
 from bytesched.link.levels import levels_of, ring_share, shares_hosts, two_level_share
 
-from .groups.group import Group
+from .group import Group
 from .probing import timed
 
 log = logging.getLogger("bytesched")

@@ -114,5 +114,5 @@ class Explained(Observer):
 def begin(steps: int) -> Explained:
     """What is wrapped from now on is explained, and ends after so many steps."""
     explained = Explained(steps)
-    after_wrap(explained.watch)
+    after_wrap.append(explained.watch)
     return explained

@@ -187,5 +187,5 @@ def _leave(name: str, why: str) -> None:
 
 register_optimizer_step_pre_hook(_before_step)
 register_optimizer_step_post_hook(_after_step)
-before_wrap(_script_wraps)
+before_wrap.append(_script_wraps)
 at_exit(_at_exit)

@@ -15,8 +15,8 @@ from torch import nn
 
 from bytesched.environment import is_horovod_elastic
 
-from ..c10d.announcing import Announcement
-from ..left import name_of_ddp, name_of_horovods
+from ..c10d.entry import Announcement
+from ..left import name_of_ddp
 from ..pipelines.root import StageModules
 from .owners import compiled_around, owners_of, parameter_ids
 from .watched import Announced, Watched
@@ -126,7 +126,8 @@ class WatchedHorovod(Watched):
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         import horovod.torch as hvd
 
-        super().__init__(name_of_horovods(optimizer), type(optimizer).__name__, hvd.rank())
+        kind = type(optimizer).__name__
+        super().__init__(f"Horovod's {kind}", kind, hvd.rank())
         self._optimizer = ref(optimizer)
         self._step_code = inspect.unwrap(type(optimizer).step).__code__
         self._steps_seen = 0

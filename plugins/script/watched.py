@@ -21,9 +21,8 @@ from .. import wrap_found
 from ..agree import settings
 from ..left import leave
 from ..proxies.hooks import StayingHook
-from ..registry import Wrapped, is_wrapped, sessions, unwrap
+from ..registry import Wrapped, is_wrapped, sessions, unwrap, why_wrapped
 from ..update.surroundings import has_modes
-from ..wrapping import why_wrapped
 from .owners import parameter_ids
 
 log = logging.getLogger("bytesched")

@@ -18,7 +18,7 @@ from bytesched.observe import Observers
 from bytesched.trace.timeline import observers_here
 
 from ..ending import end_when_gone
-from ..registry import kind_of_store
+from ..registry import WrappedStore
 from .transfers import KeySlot, cut, fill, plain
 
 log = logging.getLogger("bytesched")
@@ -27,8 +27,7 @@ log = logging.getLogger("bytesched")
 _WORST = 8
 
 
-@kind_of_store
-class ScheduledKVStore:
+class ScheduledKVStore(WrappedStore):
     """The same calls as the store's, which return at once; `wait` for a key before its use.
 
     Each key is cut into chunks of about ``config.partition_bytes``. A chunk's push and its pull

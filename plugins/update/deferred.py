@@ -13,6 +13,8 @@ import sys
 import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
+from itertools import chain
+from operator import is_, methodcaller
 from types import MethodType
 from typing import Any, Final, Protocol
 
@@ -20,9 +22,8 @@ import torch
 from torch import nn
 
 from ..proxies.compiling import updating
-from .genuine import HOOKS, Code, raw_step
 from .optimizer_state import AliasedState, GuardedState
-from .separable import why_not_deferred
+from .separable import BESIDE, HOOKS, is_hooked, optimizer_classes, why_not_deferred
 from .surroundings import Surroundings, snapshot
 
 log = logging.getLogger("bytesched")
@@ -30,6 +31,44 @@ log = logging.getLogger("bytesched")
 #: attributes through which an optimizer refers to itself: hooks, and Horovod's nodes of autograd,
 #: which have hooks
 _HOOKED: Final = frozenset({*HOOKS, "_grad_accs"})
+
+
+#: of a mapping, without a call of Python
+_VALUES: Final = methodcaller("values")
+
+
+def _raw_step(kind: type[torch.optim.Optimizer]) -> Callable[..., Any]:
+    """``kind.step`` without the hooks that torch runs around it."""
+    step: Any = kind.step
+    raw: Callable[..., Any] = step.__wrapped__ if is_hooked(kind) else step
+    return raw
+
+
+class _Code:
+    """What an update by ``kind`` may call, as it is now: a change of it is seen in each step.
+
+    Args:
+        optimizer: not kept alive, nor is what it alone has.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, kind: type[torch.optim.Optimizer]) -> None:
+        classes = optimizer_classes(kind)
+        # A script, in which some classes are, gives its names other values all the time.
+        names = {each.__module__ for each in classes} - {"__main__"}
+        modules = [vars(sys.modules[name]) for name in sorted(names) if name in sys.modules]
+        self._places = [*map(vars, classes), *modules]
+        self._own: list[int] = []
+        self._shared: list[Any] = []
+        self.has_changed(optimizer)
+
+    def has_changed(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether it is not what it was when this was last called."""
+        own, shared = self._own, self._shared
+        mine = vars(optimizer).items()
+        self._own = [id(value) for name, value in mine if callable(value) and name not in BESIDE]
+        self._shared = [*chain.from_iterable(map(_VALUES, self._places))]
+        is_same = own == self._own and len(shared) == len(self._shared)
+        return not (is_same and all(map(is_, shared, self._shared)))
 
 
 class Aliased(Protocol):
@@ -82,10 +121,10 @@ class Deferred:
         #: of the ``step()`` around that of ``kind``, if there is one
         self._outer_code = None if kind is type(optimizer) else inspect.unwrap(own).__code__
         # Around it torch runs the hooks of the user's step(); they have run already.
-        self._raw_step = raw_step(kind)
+        self._raw_step = _raw_step(kind)
         parameters = list(inspect.signature(self._raw_step).parameters)
         self._takes_closure = parameters[1:2] == ["closure"]
-        self._code = Code(optimizer, kind)
+        self._code = _Code(optimizer, kind)
         #: why it is not what it was
         self._replaced = ""
         #: of the state while it is not guarded
@@ -131,7 +170,7 @@ class Deferred:
     def why_replaced(self) -> str:
         """Why its updates cannot wait any more: it has other code; empty if it has not."""
         if self._code.has_changed(self.optimizer):
-            is_same = raw_step(self.kind) is self._raw_step
+            is_same = _raw_step(self.kind) is self._raw_step
             why = f"{self.kind.__name__}.step has been replaced"
             why = why_not_deferred(self.optimizer, self.kind) if is_same else why
             if why and not self._replaced:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
@@ -166,9 +165,6 @@ class GuardedState(defaultdict[Any, Any]):
 
     def __ror__(self, other: Any) -> Any:
         return other | self.plain()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return copy.deepcopy(self.plain(), memo)
 
     def __reduce__(self) -> Any:
         return defaultdict, (dict, dict(self.plain()))

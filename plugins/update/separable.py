@@ -1,22 +1,81 @@
 """Which optimizers may be run on a part of their parameters, or on a part of one.
 
-Those of torch, those of other packages whose source was read, and those that their users vouch for.
+Those of torch, those of other packages whose source was read, and those that their users vouch for;
+as far as their ``step()`` runs what their package says.
 """
 
 from __future__ import annotations
 
 import re
+import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from importlib import metadata
-from typing import Final, TypeVar
+from types import FunctionType, MethodType
+from typing import Any, Final, TypeVar
 from weakref import WeakSet
 
 import torch
 
 from bytesched.errors import PluginError
 
-from .genuine import is_hooked, stepping_optimizer, why_altered
 from .surroundings import why_not_frozen
+
+#: what ``Optimizer.__init__`` gives an instance for its hooks
+HOOKS: Final = tuple(
+    f"_optimizer_{what}_{when}_hooks"
+    for what in ("step", "state_dict", "load_state_dict")
+    for when in ("pre", "post")
+)
+
+
+def _nothing() -> None:
+    pass
+
+
+#: of torch's wrapper around every ``step`` that runs hooks
+_HOOKED_CODE: Final = torch.optim.Optimizer.profile_hook_step(_nothing).__code__
+
+
+def is_hooked(kind: type[torch.optim.Optimizer]) -> bool:
+    """Whether ``kind.step`` is what runs the hooks of an optimizer, and nobody has replaced it."""
+    return getattr(kind.step, "__code__", None) is _HOOKED_CODE
+
+
+def stepping_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The optimizer whose hooks see every step over the parameters of ``optimizer``.
+
+    A shell, as trainers put around an optimizer, has no hooks of its own, or does more than one
+    step of the optimizer in it. Raises `PluginError` for one without an optimizer in it.
+    """
+    seen = {id(optimizer)}
+    while (inside := _inside(optimizer)) is not None and id(inside) not in seen:
+        optimizer = inside
+        seen.add(id(optimizer))
+    own = vars(optimizer)
+    missing = [name for name in ("state", "param_groups", *HOOKS) if name not in own]
+    if missing or not hasattr(type(optimizer).step, "hooked"):
+        raise PluginError(
+            f"{type(optimizer).__name__} never called Optimizer.__init__, and holds no optimizer "
+            "over all of its parameters: wrap what it delegates to"
+        )
+    return optimizer
+
+
+def _inside(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:
+    """An optimizer that is an attribute of ``optimizer``, over all of its parameters."""
+    mine = _parameter_ids(optimizer)
+    for value in vars(optimizer).values():
+        # Not isinstance: it reads the class of proxies of all kinds.
+        if issubclass(type(value), torch.optim.Optimizer) and mine <= _parameter_ids(value):
+            return value  # type: ignore[no-any-return]
+    return None
+
+
+def _parameter_ids(optimizer: torch.optim.Optimizer) -> set[int]:
+    groups = getattr(optimizer, "param_groups", ())
+    return {id(parameter) for group in groups for parameter in group["params"]}
 
 
 @dataclass(frozen=True)
@@ -64,9 +123,8 @@ KNOWN: Final = {
 }
 
 
-def qualified(kind: type) -> str:
-    """The key of ``kind``."""
-    return f"{kind.__module__}.{kind.__qualname__}"
+def _known(kind: type) -> Known | None:
+    return KNOWN.get(f"{kind.__module__}.{kind.__qualname__}")
 
 
 def _numbers(version: str) -> tuple[float, ...]:
@@ -125,28 +183,22 @@ def why_not_deferred(optimizer: torch.optim.Optimizer, kind: type[torch.optim.Op
         return f"{kind.__name__}.step has been replaced"
     if any(group.get("differentiable") for group in optimizer.param_groups):
         return "differentiable=True"
-    if not is_known(kind):
-        other = KNOWN.get(qualified(kind))
-        version = f" ({other.why_not()})" if other else ""
-        return (
-            f"{kind.__name__} is not known to update each parameter on its own{version}; if it "
-            f"does, say so: bytesched.separable({kind.__name__})"
-        )
+    if kind not in SEPARABLE and kind not in _vouched_for:
+        known = _known(kind)
+        version = "" if known is None else known.why_not()
+        if known is None or version:
+            version = version and f" ({version})"
+            return (
+                f"{kind.__name__} is not known to update each parameter on its own{version}; if "
+                f"it does, say so: bytesched.separable({kind.__name__})"
+            )
     altered = "" if kind in _vouched_for else why_altered(optimizer, kind)
     return altered or why_not_frozen(optimizer.param_groups)
 
 
-def is_known(kind: type[torch.optim.Optimizer]) -> bool:
-    """Whether that very class updates each parameter on its own, as was read or is vouched for."""
-    if kind in SEPARABLE or kind in _vouched_for:
-        return True
-    known = KNOWN.get(qualified(kind))
-    return known is not None and not known.why_not()
-
-
 def why_not_sharded(optimizer: torch.optim.Optimizer, kind: type[torch.optim.Optimizer]) -> str:
     """Why no rank can update a part of the parameters alone; empty if each can."""
-    known = None if kind in _vouched_for else KNOWN.get(qualified(kind))
+    known = None if kind in _vouched_for else _known(kind)
     if known is not None and not known.shards:
         return f"methods of {kind.__name__} beside step() need the state of all parameters"
     for group in optimizer.param_groups:
@@ -164,3 +216,63 @@ def refuse_to_shard(optimizer: torch.optim.Optimizer) -> None:
 def is_elementwise(kind: type[torch.optim.Optimizer]) -> bool:
     """True if an optimizer of that very class may be given any part of a parameter."""
     return kind.__name__ in _ELEMENTWISE and kind is getattr(torch.optim, kind.__name__, None)
+
+
+# -- whether its code is that of its package ------------------------------------------
+
+#: whose functions a package may use beside its own
+_TRUSTED: Final = sys.stdlib_module_names | {"torch", "typing_extensions"}
+
+#: what a ``step()`` does not call on itself
+BESIDE: Final = frozenset(name for name in vars(torch.optim.Optimizer) if name[0] != "_")
+
+
+def optimizer_classes(kind: type) -> list[type[torch.optim.Optimizer]]:
+    """Those whose code an optimizer of ``kind`` runs."""
+    return [each for each in kind.__mro__ if issubclass(each, torch.optim.Optimizer)]
+
+
+def why_altered(optimizer: torch.optim.Optimizer, kind: type[torch.optim.Optimizer]) -> str:
+    """Why ``optimizer`` does not do what is written in the class ``kind``; empty if it does."""
+    own = vars(optimizer)
+    classes = optimizer_classes(kind)
+    for name in {name for each in classes for name in vars(each)} - BESIDE:
+        if name in own and callable(own[name]):
+            return f"{name} of this {kind.__name__} has been replaced"
+    # torch's own classes call no attribute; those of others choose one of their module.
+    is_chosen = _owner(kind) != "torch"
+    for name, value in own.items():
+        if is_chosen and isinstance(value, FunctionType) and name not in BESIDE:
+            module = value.__globals__.get("__name__")
+            if module != kind.__module__:
+                return f"{name} of this {kind.__name__} is a function of another module, {module}"
+    for each in classes:
+        module = each.__module__
+        for where, names in ((each.__name__, vars(each)), (module, vars(sys.modules[module]))):
+            for name, value in tuple(names.items()):
+                if isinstance(value, (staticmethod, classmethod)):
+                    value = value.__func__
+                if not _TRUSTED.union((_owner(each),)).issuperset(map(_package, _layers(value))):
+                    return f"{where}.{name} has been replaced"
+    return ""
+
+
+def _owner(kind: type) -> str:
+    return kind.__module__.partition(".")[0]
+
+
+def _layers(value: Any) -> Iterator[FunctionType]:
+    """A function, and what it is wrapped around."""
+    while isinstance(value, (FunctionType, MethodType, partial)):
+        if isinstance(value, partial):
+            value = value.func
+        elif isinstance(value, MethodType):
+            value = value.__func__
+        else:
+            yield value
+            value = getattr(value, "__wrapped__", None)
+
+
+def _package(function: FunctionType) -> str:
+    """Of the code, which no decorator can rename."""
+    return str(function.__globals__.get("__name__")).partition(".")[0]

@@ -64,18 +64,23 @@ class Surroundings:
         if is_alike and torch._C._functorch.peek_interpreter_stack() is None:
             yield
             return
-        with (
-            _untraced(),
-            _disable_current_modes(),
-            temporarily_clear_interpreter_stack(),
-            torch.inference_mode(self.is_inference),
-            torch.set_grad_enabled(self.is_grad_enabled),
-        ):
-            self._take_over(before)
-            try:
-                yield
-            finally:
-                before._take_over(self)
+        tracing: Any = torch._C
+        trace = tracing._get_tracing_state()
+        tracing._set_tracing_state(None)
+        try:
+            with (
+                _disable_current_modes(),
+                temporarily_clear_interpreter_stack(),
+                torch.inference_mode(self.is_inference),
+                torch.set_grad_enabled(self.is_grad_enabled),
+            ):
+                self._take_over(before)
+                try:
+                    yield
+                finally:
+                    before._take_over(self)
+        finally:
+            tracing._set_tracing_state(trace)
 
     def _take_over(self, before: Surroundings) -> None:
         """The calling thread, which has those of ``before``, gets these."""
@@ -103,18 +108,6 @@ def unseen() -> Iterator[None]:
         return
     with replace(Surroundings.here(), modes=(), is_grad_enabled=False).entered():
         yield
-
-
-@contextmanager
-def _untraced() -> Iterator[None]:
-    """Inside, the calling thread is in no `torch.jit.trace`."""
-    tracing: Any = torch._C
-    state = tracing._get_tracing_state()
-    tracing._set_tracing_state(None)
-    try:
-        yield
-    finally:
-        tracing._set_tracing_state(state)
 
 
 def has_modes() -> bool:

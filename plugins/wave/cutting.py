@@ -16,7 +16,7 @@ from bytesched.pipeline.stages import partition
 
 from ..burst.record import timed
 from ..c10d.grouping import has_groups
-from ..routes.groups.group import Group
+from ..routes.group import Group
 
 log = logging.getLogger("bytesched")
 

@@ -83,7 +83,7 @@ class ModelWaves:
             refuse_uncuttable(model, optimizer, self._group.size)
             named = [f"{n} {tuple(p.shape)} {p.dtype}" for n, p in model.named_parameters()]
             ranks.agree([*named, *settings(config)])
-            broadcast(self._group, model)
+            broadcast(self._group, itertools.chain(model.parameters(), model.buffers()))
             #: where the chain is cut
             self.bounds = cut(self._group, model, inputs)
             layers = list(model)

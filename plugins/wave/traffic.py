@@ -14,8 +14,8 @@ import torch
 from bytesched.observe import Observers
 
 from ..failures import Progress
-from ..routes.groups.group import Group
-from ..routes.groups.messages import Messages, Waiter
+from ..routes.group import Group
+from ..routes.messages import Messages, Waiter
 from .stage import WAITING, WEIGHTS, Cargo, Rooms, Route, Stage, sends, source, visits
 
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from bytesched.errors import BytesschedError, MismatchError, PeerLost, PluginError, TransportError
 
 from ..failures import Failures
-from ..routes.groups.group import Group
+from ..routes.group import Group
 
 
 class Kind(Enum):

@@ -18,7 +18,7 @@ from ..planned.spans import Carried
 from ..planned.updates import Parts
 from ..planned.wire import Exchanging
 from ..queries import combine_of, digest
-from ..routes.groups.group import Group
+from ..routes.group import Group
 from ..update.separable import is_elementwise
 from .agreement import Agreement, Kind, answer_in_barriers
 from .checkpoint import ShardedState

@@ -17,7 +17,7 @@ from ..planned.updates import Parts, Updates
 from ..planned.wire import HOST, Exchanging
 from ..proxies.pending import PendingParameter, synchronize_now
 from ..proxies.pending_grads import PendingGrad
-from ..routes.groups.group import Group
+from ..routes.group import Group
 from ..update.deferred import Aliased, Deferred
 from .owners import Owners
 from .ownership import Part, Piece

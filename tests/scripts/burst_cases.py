@@ -22,7 +22,7 @@ from bytesched.errors import PeerLost
 from bytesched.plugins.burst import Background, Branched, Burst
 from bytesched.plugins.burst.moves import Move, Moves
 from bytesched.plugins.planned.session import PlannedSession
-from bytesched.plugins.routes.groups.opening import open_gloo
+from bytesched.plugins.routes.opening import open_gloo
 
 BATCH = 8
 STEPS = 4
@@ -204,7 +204,7 @@ def refused(what: str) -> str:
 def first_broadcast_fails() -> str:
     before = gloo_threads()
     failing = mock.Mock(side_effect=MemoryError("no room"))
-    patched = mock.patch("bytesched.plugins.routes.groups.group.Group.broadcast", failing)
+    patched = mock.patch("bytesched.plugins.routes.group.Group.broadcast", failing)
     fails = dist.get_rank() == 3
     with patched if fails else nullcontext():
         # While the error is kept; those of the others hold an operation, and that its group.

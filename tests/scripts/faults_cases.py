@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import bytesched
-from bytesched.plugins.routes.groups.group import Group
 from bytesched.urgency import URGENCY
 
 # A stopped peer is noticed after that.
@@ -98,18 +97,9 @@ def _tell_threads_left() -> None:
 
 
 def threads() -> list[str]:
-    """All but this one, and those that no abort of Gloo ends: a message is half sent."""
-    frames = sys._current_frames()
-    return [
-        thread.name
-        for thread in threading.enumerate()
-        if thread is not threading.current_thread()
-        and not (
-            thread.name == "bytesched-sends"
-            and thread.ident in frames
-            and frames[thread.ident].f_code is Group.wait_message.__code__
-        )
-    ]
+    """All but this one."""
+    mine = threading.current_thread()
+    return [thread.name for thread in threading.enumerate() if thread is not mine]
 
 
 def named(error: BaseException) -> dict[str, object]:

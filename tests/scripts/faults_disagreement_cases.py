@@ -74,7 +74,7 @@ def one_does_not_wrap(who: int) -> None:
 def dies_in_wrap(victim: int) -> None:
     model = net()
     if dist.get_rank() == victim:
-        before("bytesched.plugins.c10d.hooked", "broadcast", FAULTS["kill"])
+        before("bytesched.plugins.c10d.attaching", "broadcast", FAULTS["kill"])
     told(lambda: wrap(sgd(model), model))
 
 

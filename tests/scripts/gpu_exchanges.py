@@ -16,7 +16,7 @@ from gpu_scripts import nccl
 
 from bytesched.plugins import moe
 from bytesched.plugins.exchanges.peers import Layers, Peers
-from bytesched.plugins.routes.groups.opening import open_group
+from bytesched.plugins.routes.opening import open_group
 
 
 @contextlib.contextmanager

@@ -22,10 +22,9 @@ from training import STEPS, Job, adamw, differences, script, sgd, train
 from bytesched.config import Config
 from bytesched.errors import PluginError
 from bytesched.plugins.c10d import ddp
+from bytesched.plugins.c10d.attaching import attach_hooked, attach_planned
 from bytesched.plugins.c10d.entry import Entry
 from bytesched.plugins.c10d.grouping import Grouping
-from bytesched.plugins.c10d.hooked import attach_hooked
-from bytesched.plugins.c10d.planning import attach_planned
 from bytesched.plugins.planned.session import PlannedSession
 
 # Long enough on the device that the host is far ahead of it.

@@ -8,7 +8,7 @@ from typing import Any
 
 from training import Job
 
-import bytesched.plugins.wrapping as wrapping
+from bytesched import plugins
 from bytesched.config import Config
 from bytesched.plugins.planned import tuned
 from bytesched.tunable import Decision, RunFacts, Setting, Steps, Tuner
@@ -123,5 +123,5 @@ def replace_tuner(
     made: Callable[[Config], object], *, checked: Callable[[Config], object] = find_tuner
 ) -> None:
     """Who is asked for a tuner when a session begins, and when its optimizer is wrapped."""
-    vars(wrapping)["find_tuner"] = checked
+    vars(plugins)["find_tuner"] = checked
     vars(tuned)["find_tuner"] = made

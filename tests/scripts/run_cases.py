@@ -385,7 +385,8 @@ def run_both_ways(
     for name, case in cases.items():
         with listening() as said:
             job = _job(kind, case, wrapped=True)
-            modes = [entry.session.stats()["mode"] for entry in registry._entries]
+            entries = registry._entries.items()
+            modes = [session.stats()["mode"] for session, e in entries for _ in e.optimizers]
             found = [
                 line
                 for (what, expected), (_, got) in zip(plain[name].records, job.records, strict=True)

@@ -10,9 +10,9 @@ import torch.distributed as dist
 from together import together
 from torch._C._distributed_c10d import HashStore, PrefixStore
 
-from bytesched.plugins.routes.groups.group import Group
-from bytesched.plugins.routes.groups.store import Notes
+from bytesched.plugins.routes.group import Group
 from bytesched.plugins.routes.levels import TwoLevelSums
+from bytesched.plugins.routes.store import Notes
 
 #: of Gloo's own waits; none is ever waited out
 _LIMIT = timedelta(seconds=300)

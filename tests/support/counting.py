@@ -31,7 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 import bytesched
 from bytesched.bench.provenance import provenance
 from bytesched.files import write_text
-from bytesched.plugins.routes.groups.group import Group
+from bytesched.plugins.routes.group import Group
 
 #: the same on every machine, as chosen sizes are not
 SIZES: dict[str, Any] = {"partition_bytes": 1 << 17, "credit_bytes": 1 << 19}

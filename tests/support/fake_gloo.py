@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import HashStore
 
-from bytesched.plugins.routes.groups.group import Group
-from bytesched.plugins.routes.groups.store import Notes
+from bytesched.plugins.routes.group import Group
+from bytesched.plugins.routes.store import Notes
 
 CLOSED = "Connection closed by peer [127.0.0.1]:1234"
 #: of every wait of a test; none is ever waited out

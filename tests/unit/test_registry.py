@@ -187,11 +187,8 @@ def test_a_session_whose_end_waits_for_other_ranks_holds_up_no_other(is_dropped:
     assert calls == ["waits"]
 
 
-def test_a_wrapped_store_is_found_also_behind_a_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_store_kinds", [])
-
-    @registry.kind_of_store
-    class Store(Session):
+def test_a_wrapped_store_is_found_also_behind_a_trainer() -> None:
+    class Store(Session, registry.WrappedStore):
         def unwrap(self) -> Any:
             return "plain"
 

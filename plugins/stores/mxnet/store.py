@@ -17,7 +17,7 @@ from bytesched.kvstore.protocol import Key
 from bytesched.link.sizes import RULES
 from bytesched.observe import Observers
 
-from ...registry import kind_of_store
+from ...registry import WrappedStore
 from .channel import Announced, Channel
 from .engine import Held, post
 from .keys import KeySlot, new_number, pairs, published, why_whole
@@ -27,8 +27,7 @@ from .urgency import Urgency
 log = logging.getLogger("bytesched")
 
 
-@kind_of_store
-class ScheduledMXNetStore(mx.kvstore.KVStoreBase):  # type: ignore[misc]
+class ScheduledMXNetStore(WrappedStore, mx.kvstore.KVStoreBase):  # type: ignore[misc]
     """The calls of MXNet's store, with the same meaning: they return at once, the engine orders.
 
     A call copies the arrays, and takes the copy in the engine until it is done, so that a read of

@@ -87,8 +87,7 @@ def attach(
     wire = StoreWire(store, name=f"bytesched/{number}", config=config)
     with ExitStack() as half_attached:
         half_attached.callback(wire.close)
-        said = statements(slots, optimizer, config)
-        agree(said, wire.rank, is_same=wire.is_same, gather=wire.gather_text)
+        agree(statements(slots, optimizer, config), wire.rank, wire.gather_text)
         config = _sized(config, slots, wire)
         wire.limit(config.credit_bytes)
         wire.broadcast([t.detach() for t in itertools.chain(model.parameters(), model.buffers())])

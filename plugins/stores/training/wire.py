@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
@@ -136,11 +134,6 @@ class StoreWire:
         # A store with the same limit says first what went wrong.
         self._pipes.wait(self.start(tensor, key), "the store", key, 2 * self.timeout_s)
 
-    def is_same(self, text: str) -> bool:
-        """Whether all workers have the same ``text``; collective."""
-        digest = hashlib.sha256(text.encode()).hexdigest()
-        return len(set(self.gather_text("digest", digest))) == 1
-
     def gather_text(self, key: str, text: str) -> list[str]:
         """Every worker's ``text``, by rank; collective."""
         data = text.encode()
@@ -161,14 +154,9 @@ class StoreWire:
         self.sum(mine, key)
         return [int(number) for number in mine.tolist()]
 
-    def clock_offset_ns(self) -> int:
-        """What must be added to this host's wall clock to read worker 0's; collective."""
-        for _ in range(3):
-            # The last one ends at nearly the same moment everywhere.
-            self.sum(torch.zeros(1), "clock")
-        mine_ns = time.time_ns()
-        [leaders_ns] = self.leaders([mine_ns], "clock-of-worker-0")
-        return leaders_ns - mine_ns
+    def of_leader(self, number: int) -> int:
+        """The same for one number."""
+        return self.leaders([number], "clock")[0]
 
     def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
         """Gives every worker the tensors of worker 0; collective."""

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from ranks import run_fresh
 
 from bytesched.errors import PeerLost
-from bytesched.plugins.routes.groups.opening import open_group
+from bytesched.plugins.routes.opening import open_group
 
 #: takes far longer on loopback than it is given
 HALF_SENT_FLOATS = 1 << 26

@@ -11,9 +11,8 @@ from together import together
 from torch._C._distributed_c10d import HashStore
 
 from bytesched.errors import MismatchError
-from bytesched.plugins.c10d import announcing, entry
-from bytesched.plugins.c10d.announcing import Announcement
-from bytesched.plugins.c10d.entry import Entry
+from bytesched.plugins.c10d import entry
+from bytesched.plugins.c10d.entry import Announcement, Entry
 
 #: longer than a test may take: nothing ends by it
 TIMEOUT_S = 600.0
@@ -24,8 +23,7 @@ Make = Callable[..., Any]
 def group(monkeypatch: pytest.MonkeyPatch) -> Make:
     """The group of a rank; of two, unless another size is given."""
     store = HashStore()
-    for module in (entry, announcing):
-        monkeypatch.setattr(module, "store_of", lambda base: store)
+    monkeypatch.setattr(entry, "store_of", lambda base: store)
 
     def make(rank: int, size: int = 2) -> Any:
         return SimpleNamespace(rank=lambda: rank, size=lambda: size)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import bytesched
-from bytesched.plugins.c10d.grouping import Grouping, grouping_of, has_groups
+from bytesched.plugins.c10d.grouping import grouping_of, has_groups
 from bytesched.plugins.wave.cutting import refuse_uncuttable
 
 BASE: Any = SimpleNamespace(rank=lambda: 1, size=lambda: 2)
@@ -27,12 +27,6 @@ def test_a_script_of_others_may_use_the_name() -> None:
     built = model(data_parallel_group=object())
     assert not grouping_of(built, None, BASE).ids
     assert not has_groups(built, None)
-
-
-def test_what_is_outside_a_group() -> None:
-    grouping = Grouping(4, {1: (0, 2), 2: (1, 3)})
-    outside = grouping.outside([0, 2])
-    assert [key in outside for key in (1, 2, 3)] == [False, True, True]
 
 
 @pytest.mark.parametrize(

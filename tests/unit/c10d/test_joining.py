@@ -10,8 +10,8 @@ from connected import two_connected
 
 from bytesched.config import Config
 from bytesched.errors import PeerLost, TransportError
-from bytesched.plugins.c10d.buffers import BufferBroadcast
 from bytesched.plugins.c10d.joining import Joining
+from bytesched.plugins.c10d.shell import BufferBroadcast
 from bytesched.plugins.failures import Failures
 
 
@@ -45,7 +45,7 @@ def calls() -> list[str]:
 
 @pytest.fixture
 def ranks(calls: list[str]) -> Joining:
-    def opened(kind: str, purpose: str) -> Any:
+    def opened(kind: str, purpose: str, members: object) -> Any:
         if purpose == "never":
             raise OSError("no connection")
         calls.append(f"open {purpose} on {kind}")
@@ -57,13 +57,14 @@ def ranks(calls: list[str]) -> Joining:
 def test_a_group_that_cannot_be_opened_closes_the_others(ranks: Joining, calls: list[str]) -> None:
     def join() -> None:
         with ranks:
-            ranks.open("data", "nccl")
-            ranks.open("never")
+            ranks.open("data")
+            ranks.open("never", "nccl")
 
     with pytest.raises(OSError, match="no connection"):
         join()
     assert calls == [
-        "open data on nccl",
+        "open data on gloo",
+        "data gathers host",
         "data notes OSError: no connection",
         "data breaks",
         "data closes",

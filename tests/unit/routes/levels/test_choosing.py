@@ -13,7 +13,7 @@ from torch._C._distributed_c10d import HashStore
 
 from bytesched.errors import PluginError
 from bytesched.plugins.routes import levels as module
-from bytesched.plugins.routes.groups.group import Group
+from bytesched.plugins.routes.group import Group
 from bytesched.plugins.routes.levels import TwoLevelSums, open_levels
 
 EVEN = ["a", "a", "b", "b"]

@@ -10,7 +10,7 @@ import pytest
 from fake_gloo import CLOSED, TIMEOUT_S, FakeGloo, FakeWork, fake_group
 
 from bytesched.errors import PeerLost
-from bytesched.plugins.routes.groups.messages import Messages, Waiter
+from bytesched.plugins.routes.messages import Messages, Waiter
 
 
 class Ends:

@@ -11,8 +11,8 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed import DistStoreError
 
 from bytesched.errors import PeerLost, TransportError
-from bytesched.plugins.routes.groups import store as module
-from bytesched.plugins.routes.groups.store import Notes, await_keys
+from bytesched.plugins.routes import store as module
+from bytesched.plugins.routes.store import Notes, await_keys
 
 TIMEOUT_S = 250.0
 

@@ -43,7 +43,9 @@ class Messages:
         awaited = _Awaited(peer, task)
         self._awaited.add(awaited)
         try:
-            self._group.wait_message(work, task=task)
+            work.wait()
+        except RuntimeError as error:
+            raise self._group.error(error, task=task) from error
         finally:
             self._awaited.discard(awaited)
 

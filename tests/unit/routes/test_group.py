@@ -16,9 +16,10 @@ from together import together
 from torch._C._distributed_c10d import HashStore
 
 from bytesched.errors import PeerLost, TransportError
-from bytesched.plugins.routes.groups import group as module
-from bytesched.plugins.routes.groups.group import Group
-from bytesched.plugins.routes.groups.store import Notes
+from bytesched.plugins.routes import group as module
+from bytesched.plugins.routes.group import Group
+from bytesched.plugins.routes.messages import Messages
+from bytesched.plugins.routes.store import Notes
 
 
 @pytest.fixture
@@ -49,12 +50,10 @@ def test_every_failure_of_a_link_has_a_name(group: Group, said: str, kind: str) 
     assert "; rank 1 said: ValueError: boom" in str(error)
 
 
-def test_every_rank_has_the_texts_of_all_and_knows_whether_they_are_the_same() -> None:
+def test_every_rank_has_the_texts_of_all() -> None:
     groups = two_connected()
     texts = ["", "größer\0"]
     assert together(lambda rank: groups[rank].gather_text("what", texts[rank])) == [texts, texts]
-    assert together(lambda rank: groups[rank].is_same(texts[rank])) == [False, False]
-    assert together(lambda rank: groups[rank].is_same("same")) == [True, True]
     for group in groups:
         group.close()
 
@@ -124,7 +123,7 @@ def test_a_rank_that_aborts_while_another_goes_reaches_those_that_are_left() -> 
     group.backend = GoesBeforeTheWait(group.backend, going)
     group.abort()
     with pytest.raises(PeerLost):
-        left.wait_message(awaited)
+        Messages(left).wait(awaited, group.rank, task="")
     for g in (group, going, left):
         g.close()
 

@@ -13,8 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bytesched.config import Config
 from bytesched.errors import PluginError
+from bytesched.plugins.c10d.attaching import attach_planned, why_not_sharded
 from bytesched.plugins.c10d.entry import Entry
-from bytesched.plugins.c10d.planning import attach_planned, why_not_sharded
 from bytesched.plugins.planned.beginning import slots_of
 from bytesched.plugins.planned.bundles import Slot
 
@@ -128,7 +128,7 @@ def test_what_is_not_trained_may_be_of_any_kind() -> None:
 def test_a_session_that_fails_half_way_leaves_ddp_as_it_was(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from bytesched.plugins.c10d.buffers import BufferBroadcast
+    from bytesched.plugins.c10d.shell import BufferBroadcast
 
     def refuse(buffers: object, ddp: object) -> None:
         raise PluginError("half way")

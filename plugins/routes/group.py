@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
@@ -13,13 +12,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from bytesched.errors import (
-    PeerLost,
-    SchedulerTimeout,
-    TransportError,
-)
+from bytesched.errors import PeerLost, SchedulerTimeout, TransportError
 
-from ...ending import end_soon
+from ..ending import end_soon
 from .store import Notes
 
 #: for threads of a broken group to end
@@ -56,6 +51,7 @@ class Group:
         *,
         name: str,
         timeout_s: float,
+        members: Sequence[int] | None = None,
     ) -> None:
         self.backend = backend
         self.store = store
@@ -67,7 +63,7 @@ class Group:
         #: of every rank, where they are known
         self.hosts: Sequence[str] = ()
         #: for messages: the ranks of the job that these are
-        self.members: Sequence[int] = range(self.size)
+        self.members: Sequence[int] = range(self.size) if members is None else members
         self.notes = notes
         #: the reason why this rank stops, which others show beside a broken connection; and theirs
         self.leave_note, self.note = notes.leave, notes.read
@@ -79,30 +75,29 @@ class Group:
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Any:
         """Begins to send ``tensor``, which is dense, to a rank; returns the work."""
         with _unwatched():
-            return _unguarded(self.backend, "send")(self.backend, [tensor], peer, tag)
+            return self._begun("send", [tensor], peer, tag)
 
     def receive(self, tensor: torch.Tensor, peer: int, tag: int) -> Any:
         """Begins to receive from a rank into ``tensor``; returns the work."""
         with _unwatched():
-            return _unguarded(self.backend, "recv")(self.backend, [tensor], peer, tag)
+            return self._begun("recv", [tensor], peer, tag)
 
     def all_reduce(self, tensor: torch.Tensor, key: str = "") -> Any:
         """Begins to sum ``tensor`` over the ranks, in place; returns the work.
 
         Collectives are paired by their order: the ``key`` names it for others (see `Wire.start`).
         """
-        return _unguarded(self.backend, "allreduce")(self.backend, [tensor])
+        return self._begun("allreduce", [tensor])
 
     def largest(self, tensor: torch.Tensor) -> Any:
         """Begins to make ``tensor`` the largest of all ranks, in place; returns the work."""
         options: Any = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.MAX
-        return _unguarded(self.backend, "allreduce")(self.backend, [tensor], options)
+        return self._begun("allreduce", [tensor], options)
 
     def all_gather(self, row: torch.Tensor, part: torch.Tensor) -> Any:
         """Begins to fill ``row`` with every rank's ``part``, by rank; returns the work."""
-        method = _unguarded(self.backend, "_allgather_base")
-        return method(self.backend, row, part)
+        return self._begun("_allgather_base", row, part)
 
     def exchange(self, into: torch.Tensor, sent: torch.Tensor) -> Any:
         """Begins to send ``sent`` to the other of two ranks, and to take its; returns the work.
@@ -124,31 +119,26 @@ class Group:
 
         Returns the work.
         """
-        method = _unguarded(self.backend, "alltoall_base")
-        return method(self.backend, into, sent, list(into_numels), list(sent_numels))
+        return self._begun("alltoall_base", into, sent, list(into_numels), list(sent_numels))
+
+    def _begun(self, name: str, *args: Any) -> Any:
+        """The work of a call, without what waits for lazy gradients among its arguments.
+
+        Ours are none (see proxies.entries).
+        """
+        method = getattr(type(self.backend), name)
+        return getattr(method, "__wrapped__", method)(self.backend, *args)
 
     def gather_text(self, key: str, text: str) -> list[str]:
         """Every rank's ``text``, by rank; collective. ``key`` names it where it fails."""
         # Its end shows where zeros follow.
         data = f"{text}.".encode()
-        (longest,) = self._largest([len(data)], task=key)
-        mine = torch.tensor([*data.ljust(longest, b"\0")], dtype=torch.uint8, device="cpu")
+        longest = torch.tensor([len(data)], device="cpu")
+        self.wait(self.largest(longest), task=key)
+        mine = torch.frombuffer(bytearray(data.ljust(int(longest), b"\0")), dtype=torch.uint8)
         theirs = [torch.empty_like(mine) for _ in range(self.size)]
         self.wait(self.backend.allgather([theirs], [mine]), task=key)
         return [bytes(one.tolist()).rstrip(b"\0").decode()[:-1] for one in theirs]
-
-    def is_same(self, text: str) -> bool:
-        """Whether all ranks have the same ``text``: a maximum over hashes; collective."""
-        digest = hashlib.sha256(text.encode()).digest()
-        number = int.from_bytes(digest[:8], "little") >> 1
-        highest, negated_lowest = self._largest([number, -number], task="comparing what ranks have")
-        return bool(highest == -negated_lowest)
-
-    def _largest(self, numbers: Sequence[int], *, task: str) -> list[int]:
-        """The largest of all ranks, for each of ``numbers``; collective."""
-        tensor = torch.tensor(numbers, dtype=torch.int64, device="cpu")
-        self.wait(self.largest(tensor), task=task)
-        return [int(number) for number in tensor.tolist()]
 
     def broadcast(self, tensors: Iterable[torch.Tensor], *, root: int = 0, task: str) -> None:
         """Gives every rank the values that ``tensors`` have on rank ``root``; collective."""
@@ -161,27 +151,16 @@ class Group:
             if dense is not values:
                 values.copy_(dense)
 
-    def clock_offset_ns(self) -> int:
-        """What must be added to this host's wall clock to read rank 0's; collective."""
-        for _ in range(3):
-            # The last one ends at nearly the same moment everywhere.
-            self.wait(self.all_reduce(torch.zeros(1, device="cpu")), "comparing clocks")
-        mine_ns = time.time_ns()
-        leaders = torch.tensor([mine_ns if self.rank == 0 else 0], device="cpu")
-        self.wait(self.all_reduce(leaders), "comparing clocks")
-        return int(leaders.item()) - mine_ns
+    def of_leader(self, number: int) -> int:
+        """Rank 0's ``number``, on all ranks; collective."""
+        numbers = torch.tensor([number if self.rank == 0 else 0], device="cpu")
+        self.wait(self.all_reduce(numbers), "comparing clocks")
+        return int(numbers)
 
     def wait(self, work: Any, task: str = "") -> None:
         """Waits for the end of ``work``, a collective, whose failure is an error of ours."""
         try:
             self.complete(work)
-        except RuntimeError as error:
-            raise self.error(error, task=task) from error
-
-    def wait_message(self, work: Any, *, task: str = "") -> None:
-        """Waits for the end of ``work``, a send or a receive, whose failure is an error of ours."""
-        try:
-            work.wait()
         except RuntimeError as error:
             raise self.error(error, task=task) from error
 
@@ -293,7 +272,7 @@ class Group:
             return PeerLost(what + self.note(), peers=peers, **about)
         kind: type[TransportError] = TransportError
         what = f"all-reduce failed: {text}"
-        if any(sign in text for sign in ("Timed out", "timed out", "timeout", "Timeout")):
+        if is_late(text):
             kind = SchedulerTimeout
             what = (
                 f"no progress within {self.timeout_s:g} s: a peer is stopped, stuck or in other "
@@ -323,19 +302,13 @@ class Group:
 
 
 def is_cut(reason: str) -> bool:
-    """Whether torch says by ``reason`` that another rank's end of a connection is gone."""
+    """Whether torch, or Horovod, says by ``reason`` that another rank is gone."""
     return any(sign in reason for sign in ("closed by peer", "reset by peer", "Broken pipe"))
 
 
-def _unguarded(backend: Any, name: str) -> Any:
-    """A method of a backend's class, without what waits for lazy gradients among its arguments.
-
-    Ours are none (see proxies.entries).
-    """
-    method = getattr(type(backend), name, None)
-    if method is None:
-        return lambda backend, *args: getattr(backend, name)(*args)
-    return getattr(method, "__wrapped__", method)
+def is_late(reason: str) -> bool:
+    """Whether torch, or Horovod, says by ``reason`` that a deadline has passed."""
+    return any(sign in reason for sign in ("Timed out", "timed out", "timeout", "Timeout"))
 
 
 @contextlib.contextmanager

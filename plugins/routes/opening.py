@@ -33,21 +33,16 @@ def shared_devices(use: str) -> list[Any]:
     """
     interfaces = tuple(gloo_interfaces())
     key = os.getpid(), interfaces, use
-    with _lock:
-        if key not in _devices:
-            _devices[key] = _new_devices(interfaces)
-        return _devices[key]
-
-
-def _new_devices(interfaces: tuple[str, ...]) -> list[Any]:
     gloo: Any = dist.ProcessGroupGloo
     # Whatever TORCH_GLOO_LAZY_INIT says of the script's groups: where two ranks connect only when
     # they first send, a look at a rank that died before blocks until its connection times out.
     knows_late = "lazy_init" in (gloo.create_default_device.__doc__ or "")
     late = {"lazy_init": False} if knows_late else {}
-    if not interfaces:
-        return [gloo.create_default_device(**late)]
-    return [gloo.create_device(interface=interface, **late) for interface in interfaces]
+    with _lock:
+        if key not in _devices:
+            named = [gloo.create_device(interface=name, **late) for name in interfaces]
+            _devices[key] = named or [gloo.create_default_device(**late)]
+        return _devices[key]
 
 
 #: purposes of groups that carry little, one thing at a time
@@ -115,15 +110,10 @@ def open_group(
     store = distributed_c10d.PrefixStore(f"bytesched/{name}", root)
     rank, size = members.index(base.rank()), len(members)
     if kind == "gloo":
-        group = open_gloo(store, root, rank, size, name=name, timeout_s=timeout_s)
-        # What a rank says of itself is read by those of other groups as well.
-        group.notes.rank = base.rank()
-    elif kind == "nccl":
-        group = _open_nccl(base, members, store, name=name, timeout_s=timeout_s)
-    else:
-        raise PluginError(f"backend {kind!r} is not supported; gloo and nccl are")
-    group.members = members
-    return group
+        return open_gloo(store, root, rank, size, name=name, timeout_s=timeout_s, members=members)
+    if kind == "nccl":
+        return _open_nccl(base, members, store, name=name, timeout_s=timeout_s)
+    raise PluginError(f"backend {kind!r} is not supported; gloo and nccl are")
 
 
 def _open_nccl(
@@ -144,7 +134,7 @@ def _open_nccl(
     rank = members.index(base.rank())
     backend = dist.ProcessGroupNCCL(store, rank, len(members), options)
     notes = _notes(store_of(base), name, base.rank())
-    return Group(backend, store, notes, name=name, timeout_s=timeout_s)
+    return Group(backend, store, notes, name=name, timeout_s=timeout_s, members=members)
 
 
 def open_gloo(
@@ -155,6 +145,7 @@ def open_gloo(
     *,
     name: str,
     timeout_s: float,
+    members: Sequence[int] | None = None,
 ) -> Group:
     """A group of ``size`` ranks that connect by ``store``; their notes are in ``root``.
 
@@ -168,7 +159,8 @@ def open_gloo(
     options._timeout = timedelta(seconds=timeout_s)
     options._devices = shared_devices("messages" if is_short else "data")
     options._threads = len(options._devices) * (1 if is_short else 2)
-    notes = _notes(root, name, rank)
+    # What a rank says of itself is read by those of other groups as well.
+    notes = _notes(root, name, rank if members is None else members[rank])
     try:
         backend = gloo(store, rank, size, options)
     except RuntimeError as error:
@@ -184,7 +176,7 @@ def open_gloo(
             f"does every rank make the same calls of bytesched?{notes.read()}",
             rank=rank,
         ) from error
-    group = Group(backend, store, notes, name=name, timeout_s=timeout_s)
+    group = Group(backend, store, notes, name=name, timeout_s=timeout_s, members=members)
     with closed_on_error(group):
         # Here this rank is connected with all; others may still be connecting among themselves,
         # and would take for a crash what closes the group now.

@@ -16,9 +16,9 @@ from together import together
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
 from bytesched.errors import PeerLost, SchedulerTimeout
-from bytesched.plugins.routes.groups import opening
-from bytesched.plugins.routes.groups.group import Group
-from bytesched.plugins.routes.groups.opening import kind_of, open_gloo, shared_devices
+from bytesched.plugins.routes import opening
+from bytesched.plugins.routes.group import Group
+from bytesched.plugins.routes.opening import kind_of, open_gloo, shared_devices
 
 TIMEOUT_S = 60.0
 GLOO: Any = dist.ProcessGroupGloo
