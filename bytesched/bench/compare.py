@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from bytesched.bench.figures import opponents, round_medians
 from bytesched.bench.provenance import difference
 from bytesched.bench.specification import batches
-from bytesched.bench.table import described, opponents, round_medians
+from bytesched.bench.table import described
 from bytesched.errors import ConfigError
 from bytesched.table import aligned
 

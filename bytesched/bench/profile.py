@@ -77,12 +77,6 @@ class Profile:
         )
         return replace(self, layers=tuple(layers))
 
-    def paced(self, bytes_per_s: float, comm_ratio: float | None, scale: float) -> Profile:
-        """The same scaled, or such that its bytes take `comm_ratio` times as long as compute."""
-        if comm_ratio:
-            scale = self.nbytes / bytes_per_s / (self.compute_s * comm_ratio)
-        return self.scaled(scale)
-
     def chain(self) -> list[Layer]:
         """The layers as `bytesched.link.bound` wants them."""
         return [
@@ -101,36 +95,25 @@ class Profile:
             for layer in self.layers
         ]
 
-    def save(self, path: str) -> None:
-        """Write the profile, one line per layer."""
-        lines = ",\n".join(f"    {json.dumps(layer)}" for layer in self.layer_records())
-        content = {"name": self.name, "description": self.description, "batch": self.batch}
-        head = "".join(f"  {json.dumps(key)}: {json.dumps(content[key])},\n" for key in content)
-        write_text(Path(path), f'{{\n{head}  "layers": [\n{lines}\n  ]\n}}\n')
 
-
-def save_all(profiles: Sequence[Profile], path: str) -> None:
+def save_profiles(profiles: Sequence[Profile], path: str) -> None:
     """Write one profile, or those of a model at growing batch sizes for the burst planner."""
     first = profiles[0]
-    if len(profiles) == 1:
-        first.save(path)
-        return
-    layers = [
-        {
-            "name": at_sizes[0].name,
-            "forward_ms": [round(layer.forward_ms, 4) for layer in at_sizes],
-            "backward_ms": [round(layer.backward_ms, 4) for layer in at_sizes],
-            "parameter_bytes": at_sizes[0].nbytes,
-            "output_bytes": at_sizes[0].output_bytes,
-        }
-        for at_sizes in zip(*(profile.layers for profile in profiles), strict=True)
-    ]
-    content = {
-        "name": first.name,
-        "description": first.description,
-        "batches": [profile.batch for profile in profiles],
-        "layers": layers,
-    }
+    sizes: dict[str, Any] = {"batch": first.batch}
+    layers = first.layer_records()
+    if len(profiles) > 1:
+        sizes = {"batches": [profile.batch for profile in profiles]}
+        layers = [
+            {
+                "name": at_sizes[0].name,
+                "forward_ms": [round(layer.forward_ms, 4) for layer in at_sizes],
+                "backward_ms": [round(layer.backward_ms, 4) for layer in at_sizes],
+                "parameter_bytes": at_sizes[0].nbytes,
+                "output_bytes": at_sizes[0].output_bytes,
+            }
+            for at_sizes in zip(*(profile.layers for profile in profiles), strict=True)
+        ]
+    content = {"name": first.name, "description": first.description, **sizes, "layers": layers}
     write_text(Path(path), json.dumps(content, indent=1) + "\n")
 
 

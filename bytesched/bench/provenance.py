@@ -6,22 +6,20 @@ import hashlib
 import json
 import os
 import platform
+import re
 import shlex
 import subprocess
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from bytesched.bench.specification import Specification
 from bytesched.bench.systems import HOROVOD_SYSTEMS
 from bytesched.environment import RankView
-from bytesched.files import write_text
-from bytesched.lab.ranks import Start, run_all
+from bytesched.lab.ranks import threads
 from bytesched.version import __version__
 
 _ROOT = Path(__file__).parents[2]
@@ -41,21 +39,6 @@ def provenance(command: str) -> dict[str, Any]:
         "platform": platform.platform(),
         "python": platform.python_version(),
     }
-
-
-def measured(spec: Specification, worker: str, arguments: Sequence[str]) -> dict[str, Any]:
-    """What ranks that are started here find, and where it comes from; ``--json`` gets it, too."""
-    # Before anything is measured: files may change meanwhile.
-    origin = provenance(command_of(arguments))
-    found = {**origin, "specification": asdict(spec)}
-    with TemporaryDirectory(prefix="bytesched-bench-") as folder:
-        result = Path(folder, "result.json")
-        start = Start(worker, str(result), spec.threads, ranks_per_host=spec.ranks_per_host)
-        found["network"] = run_all(spec, start, spec.hosts, spec.link_rate, Path(folder))
-        found |= json.loads(result.read_text())
-    if spec.json:
-        write_text(Path(spec.json), json.dumps(found, indent=1) + "\n")
-    return found
 
 
 def command_of(arguments: Sequence[str]) -> str:
@@ -80,11 +63,14 @@ def source(root: Path = _ROOT) -> dict[str, Any]:
 
 def machine() -> dict[str, Any]:
     """Processor, cores that this process may use, memory, kernel, and the installed torch."""
-    torch = ""
+    torch, cpuinfo = "", ""
     with suppress(metadata.PackageNotFoundError):
         torch = metadata.version("torch")
+    with suppress(OSError):
+        cpuinfo = Path("/proc/cpuinfo").read_text()
+    named = re.search(r"^model name\s*: (.*)$", cpuinfo, re.MULTILINE)
     return {
-        "cpu": _cpu(Path("/proc/cpuinfo")),
+        "cpu": named[1] if named else platform.machine(),
         "cores": len(os.sched_getaffinity(0)),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "kernel": platform.release(),
@@ -101,9 +87,7 @@ def priority() -> str:
 def setting(spec: Specification, view: RankView) -> dict[str, Any]:
     """What two results must have in common to be compared."""
     launched = view.launcher != "none"
-    names = ["ranks_per_host", "servers", "clip", "batch", "threads"]
-    if spec.profile:
-        names += ["comm_ratio", "compute_scale"]
+    names = ["ranks_per_host", "servers", "clip", "batch", "device"]
     if spec.is_any_of(HOROVOD_SYSTEMS):
         names.append("controller")
     found = {
@@ -113,10 +97,13 @@ def setting(spec: Specification, view: RankView) -> dict[str, Any]:
         "priority": priority(),
         "optimizer": "adamw" if spec.servers is None else "adamw, not fused",
         "emulate" if spec.profile else "model": spec.model,
+        "threads": threads(),
         **{name: getattr(spec, name) for name in names},
     }
     if spec.profile:
         text = json.dumps(spec.profile.layer_records(), sort_keys=True).encode()
+        # The scale is that of results of earlier versions.
+        found |= {"comm_ratio": spec.comm_ratio, "compute_scale": 1.0}
         found["profile"] = hashlib.sha256(text).hexdigest()[:12]
     return found
 
@@ -125,17 +112,11 @@ def difference(old: dict[str, Any], new: dict[str, Any]) -> str:
     """The first setting that differs, with both values; "" if none does."""
     for name in dict.fromkeys([*old, *new]):
         before, now = (
-            "not set" if its.get(name) in (None, "") else its[name] for its in (old, new)
+            "not set" if its.get(name) in (None, "") else str(its[name]) for its in (old, new)
         )
         if before != now:
             return f"{name} was {before} and is {now} now"
     return ""
-
-
-def _cpu(path: Path) -> str:
-    lines = path.read_text().splitlines() if path.exists() else []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.machine())
 
 
 def _git(root: Path, *arguments: str) -> str:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import argparse
 import importlib.util
 from dataclasses import dataclass, field, fields
-from pathlib import Path
 from typing import Any, Final
 
 from bytesched.bench.profile import Profile, load_profile, shipped_profiles
 from bytesched.bench.systems import (
     EXCHANGE_SYSTEMS,
+    GPU_KINDS,
+    GPU_SYSTEMS,
     HOROVOD_SYSTEMS,
+    KINDS,
     KVSTORE_SYSTEMS,
     SYSTEMS,
     System,
@@ -20,22 +22,28 @@ from bytesched.bench.systems import (
 )
 from bytesched.environment import RankView
 from bytesched.errors import ConfigError
-from bytesched.parser import CommandParser, NumberT, within
+from bytesched.parser import CommandParser, NumberT, within, writable_file
 from bytesched.values import nearest
 
 MODELS: Final = ("gpt", "vgg", "resnet")
+GPU_MODELS: Final = ("gpt", "conv", "small")
 CONTROLLERS: Final = {"gloo": "Gloo", "mpi": "MPI"}
 _RATE: Final = "1gbit"
-_WORKERS: Final = 2
+#: ranks that are started here
+_RANKS: Final = 2
 _EPILOG: Final = """\
 Further systems: ddp-finalize (torch 2.15), zero1, horovod, bytesched-horovod; through
-parameter servers over MPI: kv-plain, kv-p3, bytesched-kv.
+parameter servers over MPI: kv-plain, kv-p3, bytesched-kv; with layers of experts (--emulate moe):
+ddp, ddp-own-group, bytesched-no-lane, bytesched, bytesched-pieces, idle.
 A system may have options: ddp:bucket_mb=4, ddp:static_graph=1+bucket_view=1 (also of
 ddp-finalize), ddp:timeline=FOLDER, bytesched:partition_bytes=512KiB+credit_bytes=1MiB,
 horovod:fusion_mb=4+cycle_ms=1, kv-p3:slice=50000, kv-plain:transfer=one-sided; those of
 bytesched-horovod and bytesched-kv are those of bytesched, and updates=1 of the latter.
 --model also takes module:function of your own; the function returns a pair: the module, and a
 function loss(module, seed) that runs forward on the batch of that seed and returns its loss.
+--gpu-ranks measures models gpt, conv and small, under MPS if that is installed: DDP with several
+bucket sizes, FSDP2 and bytesched; --device cpu tries the same with tiny models over Gloo.
+--compare OLD.json measures the same again, and fails on a regression.
 
   bytesched bench --lab 2 --rate 1gbit --emulate gpt
   bytesched bench --lab 2 --emulate gpt --controller mpi --systems horovod,bytesched-horovod
@@ -47,9 +55,13 @@ function loss(module, seed) that runs forward on the batch of that seed and retu
   torchrun --nproc-per-node 1 --nnodes 2 ... -m bytesched bench --model gpt --json gpt.json
 """
 _REPLACED: Final = {
+    "--compute-scale": "--comm-ratio X paces emulated compute, and FILE.json has any times",
     "--optimizer": "all systems train with AdamW",
     "--png": "bytesched report RESULT.json -o OUT.png draws it",
     "--share": "what it measured is in the notes on jobs that take turns",
+    "--threads": "OMP_NUM_THREADS says how many each rank has, else it has one",
+    "--timeout-s": "a collective or block of 300 s has failed: take fewer --iterations",
+    "--workers": "torchrun --standalone --nproc-per-node N -m bytesched bench starts N ranks here",
 }
 
 
@@ -66,12 +78,12 @@ def _option(default: Any, sign: str, meaning: str, /, **how: Any) -> Any:
 
     With another default of that where the field has one of its own.
     """
-    shown = " (%(default)s)" if default not in (None, "") and "default" not in how else ""
-    return field(default=default, metadata={"metavar": sign, "help": meaning + shown, **how})
+    return field(default=default, metadata={"metavar": sign, "help": meaning, **how})
 
 
 def _number(default: Any, least: NumberT, most: NumberT, sign: str, meaning: str) -> Any:
-    return _option(default, sign, meaning, type=within(least, most))
+    shown = "" if default is None else " (%(default)s)"
+    return _option(default, sign, meaning + shown, type=within(least, most))
 
 
 _MOST: Final = 1_000_000
@@ -82,25 +94,14 @@ class Specification:
     """The options of the command as they are given, and what is made of some of them."""
 
     systems: tuple[System, ...] = _option(
-        (),
-        "LIST",
-        f"what to measure ({','.join(SYSTEMS)}; of a profile with layers of experts "
-        f"{','.join(EXCHANGE_SYSTEMS)})",
-        default="",
+        (), "LIST", f"measure these ({','.join(SYSTEMS)})", default=""
     )
     #: the name of the profile, where one is emulated
-    model: str = _option(
-        "", "NAME", f"{', '.join(MODELS)} or module:function (default {MODELS[0]})"
-    )
-    emulate: str = _option(
-        "", "PROFILE", f"emulate the compute of {', '.join(shipped_profiles())} or FILE.json"
-    )
-    rate: str = _option("", "RATE", f"link of each emulated host (default {_RATE})")
-    lab: int | None = _number(None, 2, 64, "N", "start ranks on N hosts emulated on this machine")
+    model: str = _option("", "NAME", f"{', '.join(MODELS)} or module:function ({MODELS[0]})")
+    emulate: str = _option("", "PROFILE", f"emulate {', '.join(shipped_profiles())} or FILE.json")
+    rate: str = _option("", "RATE", f"link of each emulated host ({_RATE})")
+    lab: int | None = _number(None, 2, 64, "N", f"emulate N hosts; else {_RANKS} ranks, loopback")
     ranks_per_host: int = _number(1, 1, 64, "N", "ranks on each emulated host")
-    workers: int | None = _number(
-        None, 2, 64, "N", f"start N ranks here, over loopback (default {_WORKERS})"
-    )
     iterations: int = _number(20, 1, _MOST, "N", "timed iterations per round")
     rounds: int = _number(3, 1, _MOST, "N", "rounds, in each of which every system has a turn")
     warmup: int = _number(5, 2, _MOST, "N", "untimed iterations per round")
@@ -108,62 +109,27 @@ class Specification:
     #: None: there is no store
     servers: int | None = _number(None, 0, 32, "N", "ranks that serve; 0: all do (default 1)")
     clip: float = _number(0.0, 0.0, 1e6, "NORM", "clip by the norm of all gradients; 0: do not")
-    compute_scale: float = _number(1.0, 1e-3, 1e6, "X", "emulate a device X x slower")
     comm_ratio: float | None = _number(None, 1e-3, 1e6, "X", "emulate communication of X x compute")
-    threads: int = _number(1, 0, _MOST, "N", "threads of torch per rank; 0: as torch chooses")
-    timeout_s: float = _number(300.0, 1e-3, 1e6, "S", "longest time of one collective")
     #: of each rank; 0: the model's own
-    batch: int = _option(
-        0,
-        "N",
-        "batch size of each rank, of real models; several of them for --record, of which systems "
-        "get the largest",
-        type=batches,
-        default=[0],
-    )
-    controller: str = _option(
-        "gloo", "", "controller of Horovod (default gloo)", choices=CONTROLLERS, default=None
-    )
-    json: str = _option("", "FILE", "write every figure")
-    record: str = _option("", "FILE", "write the model's compute profile, at every --batch")
-    compare: tuple[str, ...] = _option(
-        (),
-        "FILE",
-        "OLD.json: measure the same again, and fail on a regression; OLD.json NEW.json: compare "
-        "two results",
-        nargs="+",
-        default=(),
-    )
-    gpu_ranks: int | None = _number(
-        *(None, 2, 16, "N"),
-        "measure N ranks over NCCL on one device, under MPS if that is installed: DDP with "
-        "several bucket sizes, FSDP2 and bytesched, and T* beside them; --model gpt, conv or small",
-    )
-    device: str = _option(
-        "",
-        "",
-        "of --gpu-ranks (default cuda); cpu tries the same with tiny models over Gloo",
-        choices=("cuda", "cpu"),
-    )
-    trace: bool = field(
-        default=False,
-        metadata={
-            "action": "store_true",
-            "help": "print an iteration of bytesched with --gpu-ranks",
-        },
-    )
+    batch: int = _option(0, "N", "of each rank; --record takes several", type=batches, default=[0])
+    controller: str = _option("gloo", "", "of Horovod (gloo)", choices=CONTROLLERS, default=None)
+    json: str | None = _option(None, "FILE", "write every figure", type=writable_file)
+    record: str | None = _option(None, "FILE", "write the model's profile", type=writable_file)
+    compare: tuple[str, ...] = _option((), "FILE", "old (and new) --json", nargs="+", default=())
+    gpu_ranks: int | None = _number(None, 2, 16, "N", "NCCL ranks that share one device")
+    device: str = _option("", "", "of --gpu-ranks (cuda)", choices=("cuda", "cpu"))
+    trace: bool = _option(False, "", "with --gpu-ranks, print an iteration", action="store_true")
     #: what is emulated, if anything is
     profile: Profile | None = None
     #: batch sizes whose compute profiles are recorded
     recorded: tuple[int, ...] = ()
-    #: of ranks that share a GPU: of the environment of each, and how they share it
-    variables: dict[str, str] = field(default_factory=dict)
-    sharing: str = ""
+    #: longest time of one collective, and of a block in processes of its own
+    timeout_s: float = 300.0
 
     @property
     def hosts(self) -> int:
         """Emulated hosts, or processes here."""
-        return self.lab or self.workers or _WORKERS
+        return self.lab or self.gpu_ranks or _RANKS
 
     @property
     def link_rate(self) -> str | None:
@@ -195,29 +161,42 @@ def bench_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def as_given(options: argparse.Namespace, **others: Any) -> Specification:
-    """The options of the command, and these in place of what was given."""
-    own = {
-        "batch": options.batch[-1],
-        "compare": tuple(options.compare),
-        "controller": options.controller or "gloo",
-    }
-    return Specification(**{**vars(options), **own, **others})
+#: options that are nothing without another one
+_NEEDED: Final = {
+    "rate": "lab",
+    "ranks_per_host": "lab",
+    "comm_ratio": "emulate",
+    "device": "gpu_ranks",
+    "trace": "gpu_ranks",
+}
 
 
 def specification(options: argparse.Namespace, view: RankView) -> Specification:
     """What the options ask for. Raises `ConfigError` for what cannot be run."""
-    _check_launch(options, view)
-    check_outputs(options)
+    if importlib.util.find_spec("torch") is None:
+        raise ConfigError("bench needs torch: pip install 'bytesched[torch]'")
+    on_gpu = options.gpu_ranks is not None
+    if view.launcher != "none":
+        if options.lab or on_gpu:
+            raise ConfigError(
+                f"--lab and --gpu-ranks start ranks, and {view.launcher} has done so: leave the "
+                "launcher out"
+            )
+        if view.world_size < 2:
+            raise ConfigError(f"{view.launcher} started one rank, which has nothing to send")
+    if options.model and options.emulate:
+        raise ConfigError("--model and --emulate exclude each other")
+    for name, other in _NEEDED.items():
+        if getattr(options, name) != getattr(Specification, name) and not getattr(options, other):
+            raise ConfigError(f"{_flag(name)} needs {_flag(other)}")
+    if on_gpu:
+        others = ("lab", "emulate", "servers", "controller", "record")
+        _refuse(options, "--gpu-ranks", *others)
     profile = load_profile(options.emulate) if options.emulate else None
-    model = profile.name if profile else options.model or MODELS[0]
-    if not (profile or ":" in model or model in MODELS):
-        raise ConfigError(f"--model {model!r}{nearest(model, MODELS)}")
-    if not profile and (options.comm_ratio or options.compute_scale != 1.0):
-        raise ConfigError(
-            "--comm-ratio and --compute-scale change emulated compute and need --emulate; "
-            "for a real model change --batch"
-        )
+    models = GPU_MODELS if on_gpu else MODELS
+    model = profile.name if profile else options.model or models[0]
+    if not (profile or model in models or (":" in model and not on_gpu)):
+        raise ConfigError(f"--model {model!r}{nearest(model, models)}")
     several = len(options.batch) > 1
     if options.batch[0] < several:
         raise ConfigError(f"--batch {options.batch[0]}: at least {several:d}")
@@ -227,8 +206,9 @@ def specification(options: argparse.Namespace, view: RankView) -> Specification:
             "measured with one"
         )
     has_experts = profile is not None and profile.exchanged_bytes > 0
-    usual = EXCHANGE_SYSTEMS if has_experts else SYSTEMS
-    systems = parse_systems(options.systems or ",".join(usual))
+    usual = GPU_SYSTEMS if on_gpu else EXCHANGE_SYSTEMS if has_experts else SYSTEMS
+    text = options.systems or ",".join(usual)
+    systems = parse_systems(text, GPU_KINDS if on_gpu else KINDS)
     check_systems(
         systems,
         launcher=view.launcher,
@@ -237,52 +217,33 @@ def specification(options: argparse.Namespace, view: RankView) -> Specification:
         servers=options.servers,
     )
     if has_experts:
-        refuse(options, "a profile with layers of experts", "clip", "record")
-    servers = None
-    if systems[0].kind in KVSTORE_SYSTEMS:
-        refuse(options, ", ".join(KVSTORE_SYSTEMS), "clip")
-        servers = 1 if options.servers is None else options.servers
-    spec = as_given(
-        options,
-        systems=systems,
-        model=model,
-        profile=profile,
-        servers=servers,
-        recorded=tuple(options.batch) if options.record else (),
-    )
+        _refuse(options, "a profile with layers of experts", "clip", "record")
+    has_store = systems[0].kind in KVSTORE_SYSTEMS
+    if has_store:
+        _refuse(options, ", ".join(KVSTORE_SYSTEMS), "clip")
+    made = {
+        "batch": options.batch[-1],
+        "compare": tuple(options.compare),
+        "controller": options.controller or "gloo",
+        "device": options.device or ("cuda" if on_gpu else ""),
+        "model": model,
+        "profile": profile,
+        "recorded": tuple(options.batch) if options.record else (),
+        "servers": 1 if has_store and options.servers is None else options.servers,
+        "systems": systems,
+    }
+    spec = Specification(**{**vars(options), **made})
     if spec.ranks_per_host > 1 and spec.is_any_of(HOROVOD_SYSTEMS + KVSTORE_SYSTEMS):
         raise ConfigError("--ranks-per-host is for systems over torch.distributed")
     return spec
 
 
-def refuse(options: object, what: str, *names: str) -> None:
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _refuse(options: argparse.Namespace, what: str, *names: str) -> None:
     """Raises `ConfigError` if one of these options is given, which are not for ``what``."""
     for name in names:
         if getattr(options, name):
-            raise ConfigError(f"--{name.replace('_', '-')} is not for {what}")
-
-
-def check_outputs(options: argparse.Namespace) -> None:
-    """Raises `ConfigError` for what could not be measured, drawn or written."""
-    if importlib.util.find_spec("torch") is None:
-        raise ConfigError("bench needs torch: pip install 'bytesched[torch]'")
-    for name in ("json", "record"):
-        path = getattr(options, name)
-        if path and not Path(path).resolve().parent.is_dir():
-            raise ConfigError(f"--{name} {path}: there is no such folder")
-
-
-def _check_launch(options: argparse.Namespace, view: RankView) -> None:
-    for one, other in (("model", "emulate"), ("lab", "workers"), ("comm_ratio", "compute_scale")):
-        if getattr(options, one) and getattr(options, other) not in (None, "", 1.0):
-            flags = f"--{one} and --{other}".replace("_", "-")
-            raise ConfigError(f"{flags} exclude each other")
-    if view.launcher != "none":
-        if options.lab or options.workers:
-            raise ConfigError(f"--lab and --workers start ranks, and {view.launcher} has done so")
-        if view.world_size < 2:
-            raise ConfigError(f"{view.launcher} started one rank, which has nothing to send")
-    if options.rate and not options.lab:
-        raise ConfigError("--rate shapes the links of emulated hosts and needs --lab N")
-    if options.ranks_per_host > 1 and not options.lab:
-        raise ConfigError("--ranks-per-host is for emulated hosts and needs --lab N")
+            raise ConfigError(f"{_flag(name)} is not for {what}")

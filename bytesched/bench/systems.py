@@ -20,6 +20,9 @@ KVSTORE_SYSTEMS = ("kv-plain", "kv-p3", "bytesched-kv")
 EXCHANGE_SYSTEMS = (
     *("ddp", "ddp-own-group", "bytesched-no-lane", "bytesched", "bytesched-pieces", "idle"),
 )
+#: of ranks that share a GPU
+GPU_KINDS = ("ddp", "fsdp2", "bytesched")
+GPU_SYSTEMS = ("ddp:bucket_mb=4", "ddp:bucket_mb=25", "ddp:bucket_mb=100", "fsdp2", "bytesched")
 #: that experts of bytesched-pieces compute one after the other
 EXCHANGE_PIECES = 4
 #: the first torch with `DistributedDataParallel.finalize_backward`
@@ -62,7 +65,7 @@ _OPTIONS: dict[str, Parsers | None] = {
     "kv-p3": {**_OF_STORES, **_SLICES},
     "bytesched-kv": None,
 }
-DDP_WITH_OPTIONS = ("ddp", "ddp-finalize", "ddp-own-group")
+KINDS = tuple(_OPTIONS)
 _GONE = {"horovod-best": "measure horovod with several settings, horovod:fusion_mb=4+cycle_ms=1"}
 
 
@@ -77,7 +80,7 @@ class System:
 
 
 def parse_systems(
-    text: str, known: Sequence[str] = tuple(_OPTIONS), with_options: Collection[str] = _OPTIONS
+    text: str, known: Sequence[str] = KINDS, with_options: Collection[str] = _OPTIONS
 ) -> tuple[System, ...]:
     """The systems of a list such as ``ddp,bytesched:policy=fifo+credit_bytes=1MiB``."""
     systems: dict[str, System] = {}
@@ -140,7 +143,13 @@ def check_systems(
         if not has_experts and kind in set(EXCHANGE_SYSTEMS) - set(SYSTEMS):
             raise ConfigError(f"--systems: {label!r} is for layers of experts: --emulate moe")
     if "ddp-finalize" in labels:
-        _check_torch(version("torch"))
+        installed = version("torch")
+        numbers = re.match(r"(\d+)\.(\d+)", installed)
+        if numbers and tuple(map(int, numbers.groups())) < FINALIZES:
+            raise ConfigError(
+                f"--systems: ddp-finalize needs torch {'.'.join(map(str, FINALIZES))} or newer, "
+                f"and {installed} is installed"
+            )
     by_mpi = controller == "mpi"
     for kinds, flag, given, package, extra in (
         (HOROVOD_SYSTEMS, "--controller", controller, "Horovod", "horovod"),
@@ -165,15 +174,6 @@ def check_systems(
         if launcher != "none":
             raise ConfigError(
                 f"MPI starts ranks with mpirun, and {launcher} has started these: run it alone, "
-                "with --lab or --workers"
+                "without a launcher"
             )
         find_mpirun()
-
-
-def _check_torch(installed: str) -> None:
-    numbers = re.match(r"(\d+)\.(\d+)", installed)
-    if numbers and tuple(map(int, numbers.groups())) < FINALIZES:
-        raise ConfigError(
-            f"--systems: ddp-finalize needs torch {'.'.join(map(str, FINALIZES))} or newer, "
-            f"and {installed} is installed"
-        )

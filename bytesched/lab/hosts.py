@@ -33,6 +33,15 @@ _SET_HOST_NAME = [
     *(sys.executable, "-I", "-S", "-c"),
     "import socket, sys; socket.sethostname(sys.argv[1])",
 ]
+#: in which namespaces can be made: what that is called, and how they are made and entered
+_NAMESPACES: tuple[tuple[str, list[str], list[str]], ...] = (
+    ("namespaces made as root", [], []),
+    (
+        "namespaces made inside a user namespace",
+        ["--user", "--map-root-user"],
+        ["--user", "--preserve-credentials"],
+    ),
+)
 _RATE_UNITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 _LEAST_RATE, _MOST_RATE = 1e5, 1e14
 #: A burst must hold one segment of 64 KiB with its headers; a smaller one makes tbf cut every
@@ -92,15 +101,14 @@ class Lab:
         self.shaped = False
         #: How the namespaces were made, or why they could not be.
         self.reason = "not started"
+        #: Of each host, and the interface that they reach one another by.
+        self.addresses = ["127.0.0.1"] * hosts
+        self.interface = "lo"
         self._required = required
         self._enter_user: list[str] = []
         self._switch: subprocess.Popen[str] | None = None
         self._anchors: list[subprocess.Popen[str]] = []
         self._processes: list[subprocess.Popen[str]] = []
-
-    def __repr__(self) -> str:
-        rate = f"{self.rate_bits_per_s / 1e6:g}mbit" if self.shaped else "unshaped"
-        return f"<Lab {self.hosts} hosts, {rate}, {self.reason}>"
 
     def __enter__(self) -> Lab:
         try:
@@ -114,35 +122,13 @@ class Lab:
         self.close()
 
     @property
-    def interface(self) -> str:
-        """Name of the network interface that the hosts reach one another by."""
-        return "eth0" if self.shaped else "lo"
-
-    @property
-    def addresses(self) -> list[str]:
-        """IPv4 address of each host."""
-        if self.shaped:
-            return [f"10.77.0.{host + 1}" for host in range(self.hosts)]
-        return ["127.0.0.1"] * self.hosts
-
-    @property
     def namespace_pids(self) -> list[int]:
         """Process whose network namespace each host is; none without links of their own."""
         return [anchor.pid for anchor in self._anchors]
 
     def free_port(self) -> int:
         """A port of host 0 that nothing listens on."""
-        if self.shaped:
-            return _PORT
-        return free_port(self.addresses[0])
-
-    def command(self, host: int, argv: Sequence[str]) -> list[str]:
-        """The command line that runs `argv` on `host`."""
-        if not 0 <= host < self.hosts:
-            raise LabError(f"host {host}: this lab has hosts 0 to {self.hosts - 1}")
-        if not self.shaped:
-            return [*die_with_parent(), *argv]
-        return [*self._enter(self._anchors[host]), *die_with_parent(), *argv]
+        return _PORT if self.shaped else free_port(self.addresses[0])
 
     def launch(
         self,
@@ -157,9 +143,12 @@ class Lab:
 
         The process id is that of `argv` itself, so signals reach it.
         """
+        if not 0 <= host < self.hosts:
+            raise LabError(f"host {host}: this lab has hosts 0 to {self.hosts - 1}")
         assignments = [f"{name}={value}" for name, value in (env or {}).items()]
+        enter = self._enter(self._anchors[host]) if self.shaped else []
         process = subprocess.Popen(
-            self.command(host, ["env", *assignments, *argv]),
+            [*enter, *die_with_parent(), "env", *assignments, *argv],
             stdin=subprocess.DEVNULL,
             stdout=stdout,
             stderr=stderr,
@@ -168,12 +157,6 @@ class Lab:
         )
         self._processes.append(process)
         return process
-
-    def set_link(self, host: int, up: bool) -> None:
-        """Plug the cable of `host` in, or pull it."""
-        if not self.shaped or self._switch is None:
-            raise LabError(f"links cannot be cut here: {self.reason}")
-        self._ip(self._switch, [f"link set host{host} {'up' if up else 'down'}"])
 
     def close(self) -> None:
         """Kill every process launched here and let the namespaces go."""
@@ -193,46 +176,34 @@ class Lab:
         self.reason = "closed"
 
     def _build(self) -> None:
-        if not self.rate_bits_per_s:
-            self._settle_for_loopback("no rate was asked for")
-            return
         missing = [tool for tool in _TOOLS if shutil.which(tool) is None]
-        if missing:
-            self._settle_for_loopback(f"not installed: {', '.join(missing)}")
-            return
-        reasons = []
-        for kind, unshare, enter_user in (
-            ("namespaces made as root", ["unshare", "--net", "--uts"], []),
-            (
-                "namespaces made inside a user namespace",
-                ["unshare", "--user", "--map-root-user", "--net", "--uts"],
-                ["--user", "--preserve-credentials"],
-            ),
-        ):
-            self._enter_user = enter_user
-            try:
-                self._connect(unshare)
-            except LabError as error:
-                self.close()
-                reasons.append(str(error))
-            else:
-                self.shaped = True
-                self.reason = kind
-                return
-        self._settle_for_loopback("; ".join(dict.fromkeys(reasons)))
-
-    def _settle_for_loopback(self, reason: str) -> None:
-        self.reason = reason
+        if not self.rate_bits_per_s:
+            self.reason = "no rate was asked for"
+        elif missing:
+            self.reason = f"not installed: {', '.join(missing)}"
+        else:
+            reasons: dict[str, None] = {}
+            for kind, unshare, self._enter_user in _NAMESPACES:
+                try:
+                    self._connect(["unshare", *unshare, "--net", "--uts"])
+                except LabError as error:
+                    self.close()
+                    reasons[str(error)] = None
+                else:
+                    self.shaped, self.reason = True, kind
+                    return
+            self.reason = "; ".join(reasons)
         if self._required:
-            raise LabError(f"cannot build emulated hosts on this machine: {reason}")
+            raise LabError(f"cannot build emulated hosts on this machine: {self.reason}")
 
     def _connect(self, unshare: Sequence[str]) -> None:
         self._switch = switch = self._anchor(unshare)
         self._ip(switch, ["link add bridge0 type bridge", "link set bridge0 up"])
-        for host in range(self.hosts):
+        addresses = [f"10.77.0.{host + 1}" for host in range(self.hosts)]
+        for host, address in enumerate(addresses):
             anchor = self._anchor([*self._enter(switch), "unshare", "--net", "--uts"])
             self._anchors.append(anchor)
-            address, port = f"10.77.0.{host + 1}", f"host{host}"
+            port = f"host{host}"
             self._run(anchor, [*_SET_HOST_NAME, address])
             self._ip(
                 switch,
@@ -247,6 +218,7 @@ class Lab:
             )
             self._shape(switch, port)
             self._shape(anchor, "eth0")
+        self.addresses, self.interface = addresses, "eth0"
 
     def _shape(self, anchor: subprocess.Popen[str], interface: str) -> None:
         bytes_per_s = self.rate_bits_per_s / 8

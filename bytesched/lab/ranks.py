@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -21,18 +21,16 @@ from bytesched.errors import BytesschedError, ConfigError
 from bytesched.lab.hosts import Lab, die_with_parent
 from bytesched.records import to_json
 
+#: the file into which rank 0 writes what was found
+RESULT = "result.json"
 POLL_S = 0.05
 LOG_LINES = 30
 _VERSION_TIMEOUT_S = 20.0
 _AGENT = """\
 #!/bin/sh
 # agent ADDRESS COMMAND...: run the command on that emulated host
-address=$1
+pid=$(cat "$0-$1") || exit 1
 shift
-case $address in
-{cases}
-*) echo "no emulated host has the address $address" >&2; exit 1 ;;
-esac
 exec nsenter --target "$pid" --net --uts sh -c "$*"
 """
 
@@ -43,62 +41,82 @@ class Place:
 
     #: the file into which rank 0 writes what was found
     result: str
-    rank: int
+    rank: int = 0
     #: name of the host
     node: str
     #: of rank 0, and the interface that leads there
     address: str
     interface: str
     #: nominal, of shaped links
-    link_bytes_per_s: float | None
+    link_bytes_per_s: float | None = None
     #: what starts ranks with MPI on these hosts, if that was asked for
     mpirun: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Start:
-    """How the ranks of a measurement are started."""
-
-    #: the module that each of them runs
-    worker: str
-    result: str
-    #: of torch; 0: as torch chooses
-    threads: int
-    by_mpi: bool = False
-    #: hosts beyond those of the ranks
-    servers: int = 0
-    ranks_per_host: int = 1
 
 
 class BenchError(BytesschedError):
     """A rank of the bench failed."""
 
 
-def run_all(spec: object, start: Start, hosts: int, rate: str | None, folder: Path) -> str:
-    """Run every rank, on emulated hosts if there is a rate, else here; describe the network."""
-    ranks = hosts * start.ranks_per_host
-    with Lab(hosts + start.servers, rate) as lab:
+def run_ranks(
+    worker: str,
+    spec: object,
+    folder: Path,
+    view: RankView,
+    hosts: int,
+    rate: str | None = None,
+    *,
+    ranks_per_host: int = 1,
+    by_mpi: bool = False,
+    servers: int = 0,
+    variables: Mapping[str, str] | None = None,
+) -> str:
+    """Run the rank that a launcher has started here, or all of them; describe the network.
+
+    On emulated hosts if there is a rate. What rank 0 finds is in ``folder / RESULT``.
+
+    Args:
+        worker: the module that each rank runs.
+        hosts: emulated ones, or ranks here.
+        by_mpi: whether ranks start others with mpirun.
+        servers: hosts beyond those of the ranks.
+        variables: of the environment of every rank.
+    """
+    result = str(folder / RESULT)
+    if view.launcher != "none":
+        place = Place(
+            result=result,
+            rank=view.rank,
+            node=socket.gethostname(),
+            address=seen_variables().get("MASTER_ADDR", "127.0.0.1"),
+            interface=next(iter(gloo_interfaces()), ""),
+        )
+        with Lab(1, None) as lab:
+            own = {"OMP_NUM_THREADS": threads()}
+            code = lab.launch(0, _command(worker, spec, place), own).wait()
+        if code:
+            raise BenchError(f"rank {view.rank} failed with exit code {code}; see above")
+        return f"ranks started by {view.launcher}"
+    with Lab(hosts + servers, rate) as lab:
         if rate and not lab.shaped:
             why = f"no emulated hosts on this machine, links are not shaped: {lab.reason}"
             print(why, file=sys.stderr)
         place = Place(
-            result=start.result,
-            rank=0,
+            result=result,
             node=socket.gethostname(),
             address=lab.addresses[0],
             interface=lab.interface,
             link_bytes_per_s=lab.rate_bits_per_s / 8 if lab.shaped else None,
-            mpirun=tuple(mpirun_command(lab, folder)) if start.by_mpi else (),
+            mpirun=tuple(mpirun_command(lab, folder)) if by_mpi else (),
         )
-        environment = rank_environment(lab, ranks, start.threads or 1)
-        environment["TORCH_CPP_LOG_LEVEL"] = "ERROR"
-        logs = [folder / f"rank{rank}.log" for rank in range(ranks)]
+        environment = rank_environment(lab, hosts * ranks_per_host)
+        environment |= {"TORCH_CPP_LOG_LEVEL": "ERROR", **(variables or {})}
+        logs = [folder / f"rank{rank}.log" for rank in range(hosts * ranks_per_host)]
         processes = []
         for rank, log in enumerate(logs):
-            host, local_rank = divmod(rank, start.ranks_per_host)
+            host, local_rank = divmod(rank, ranks_per_host)
             here = replace(place, rank=rank, node=f"host{host}" if lab.shaped else place.node)
             own = {"RANK": str(rank), "LOCAL_RANK": str(local_rank)}
-            command = _command(start.worker, spec, here)
+            command = _command(worker, spec, here)
             with log.open("w") as stderr:
                 processes.append(lab.launch(host, command, environment | own, stderr=stderr))
         wait_for(processes, logs)
@@ -107,31 +125,19 @@ def run_all(spec: object, start: Start, hosts: int, rate: str | None, folder: Pa
         return "loopback"
 
 
-def run_own(spec: object, start: Start, view: RankView) -> str:
-    """Run the one rank that the launcher started here."""
-    place = Place(
-        result=start.result,
-        rank=view.rank,
-        node=socket.gethostname(),
-        address=seen_variables().get("MASTER_ADDR", "127.0.0.1"),
-        interface=next(iter(gloo_interfaces()), ""),
-        link_bytes_per_s=None,
-    )
-    with Lab(1, None) as lab:
-        code = lab.launch(0, _command(start.worker, spec, place)).wait()
-    if code:
-        raise BenchError(f"rank {view.rank} failed with exit code {code}; see above")
-    return f"ranks started by {view.launcher}"
+def threads() -> str:
+    """Threads of torch in each rank: one, unless the user wants others."""
+    return seen_variables().get("OMP_NUM_THREADS", "1")
 
 
-def rank_environment(lab: Lab, ranks: int, threads: int) -> dict[str, str]:
+def rank_environment(lab: Lab, ranks: int) -> dict[str, str]:
     """Of every rank, as a launcher would set it, except its own number."""
     return {
         "WORLD_SIZE": str(ranks),
         "MASTER_ADDR": lab.addresses[0],
         "MASTER_PORT": str(lab.free_port()),
         "GLOO_SOCKET_IFNAME": lab.interface,
-        "OMP_NUM_THREADS": str(threads),
+        "OMP_NUM_THREADS": threads(),
     }
 
 
@@ -179,7 +185,11 @@ def mpirun_command(lab: Lab, folder: Path) -> list[str]:
     command = [*die_with_parent(), "env", f"TMPDIR={folder}"]
     command += [find_mpirun(), "--allow-run-as-root", "-np", str(lab.hosts)]
     if lab.shaped:
-        agent = _write_agent(lab, folder)
+        agent = folder / "enter-host"
+        agent.write_text(_AGENT)
+        agent.chmod(0o755)
+        for address, pid in zip(lab.addresses, lab.namespace_pids, strict=True):
+            Path(f"{agent}-{address}").write_text(str(pid))
         slots = ",".join(f"{address}:1" for address in lab.addresses)
         command += ["--host", slots, "--map-by", "node"]
         command += ["--prtemca", "plm_ssh_agent", str(agent)]
@@ -198,14 +208,3 @@ def mpirun_command(lab: Lab, folder: Path) -> list[str]:
     for name, value in settings.items():
         command += ["--mca", name, value]
     return [*command, "--bind-to", "none"]
-
-
-def _write_agent(lab: Lab, folder: Path) -> Path:
-    cases = "\n".join(
-        f"{address}) pid={pid} ;;"
-        for address, pid in zip(lab.addresses, lab.namespace_pids, strict=True)
-    )
-    agent = folder / "enter-host"
-    agent.write_text(_AGENT.format(cases=cases))
-    agent.chmod(0o755)
-    return agent

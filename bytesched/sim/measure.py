@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from bytesched.environment import RankView
-from bytesched.lab.ranks import Start, run_all, run_own
+from bytesched.lab.ranks import RESULT, run_ranks
 from bytesched.link.fabric import ALGORITHMS, MESSAGES_BY_ITSELF, Cores
 from bytesched.records import from_json
 from bytesched.sim.systems import Costs, CpuCosts
@@ -99,12 +99,8 @@ def measured(view: RankView, probes: Probes = Probes()) -> tuple[Measured, str] 
     Raises `BenchError` if a rank fails.
     """
     with tempfile.TemporaryDirectory(prefix="bytesched-sim-") as folder:
-        start = Start(_WORKER, result=str(Path(folder, "result.json")), threads=1)
-        if view.launcher == "none":
-            origin = run_all(probes, start, _PROCESSES, None, Path(folder))
-        else:
-            origin = run_own(probes, start, view)
+        origin = run_ranks(_WORKER, probes, Path(folder), view, _PROCESSES)
         if view.rank:
             return None
-        found = from_json(Measured, Path(start.result).read_text())
+        found = from_json(Measured, Path(folder, RESULT).read_text())
     return found, f"{found.ranks} ranks, {origin}"

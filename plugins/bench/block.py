@@ -6,6 +6,7 @@ And what the kernel tells: memory of this process, and time that the cores did n
 from __future__ import annotations
 
 import ctypes
+import gc
 import hashlib
 import time
 from collections.abc import Callable, Sequence
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
 from .systems.data_parallel import Running
@@ -37,9 +38,11 @@ def train(
     An iteration is timed from its beginning to that of the next. `seed_of` says which batch an
     iteration trains on. With `clip`, gradients are clipped to that norm.
     """
-    #: wall clock, CPU time of the process, and of this thread
-    clocks_s: list[tuple[float, float, float]] = []
-    losses: list[float] = []
+    is_on_gpu = next(workload.model.parameters()).is_cuda
+    marks: list[Any] = []
+    #: CPU time of the process, and of this thread
+    clocks_s: list[tuple[float, float]] = []
+    losses: list[Tensor] = []
     exchanged: dict[str, Any] = {}
     exchanges = running.exchanges
     for step in range(warmup + iterations + 1):
@@ -49,30 +52,52 @@ def train(
             # What each took, and how long an iteration waited for them.
             exchanged["exchange_ms"] = [round(taken_ms, 2) for taken_ms in exchanges.taken_ms]
             exchanged["exchange_wait_ms"] = sum(exchanges.waited_ms) / iterations
-        clocks_s.append((time.perf_counter(), time.process_time(), time.thread_time()))
-        running.optimizer.zero_grad()
-        loss = workload.loss(running.module, seed_of(step))
-        loss.backward()
-        _step(running.optimizer, workload.model, clip)
-        losses.append(loss.item())
+        clocks_s.append((time.process_time(), time.thread_time()))
+        marks.append(_mark(is_on_gpu=is_on_gpu))
+        losses.append(iterate(workload, running, seed_of(step), clip))
     # Before the end, where a sharded optimizer gets the state of all ranks back.
-    peak, state = peak_bytes(), state_bytes(running.optimizer)
-    figures = running.close()
-    spans_s = [after[0] - before[0] for before, after in pairwise(clocks_s[warmup:])]
+    peak, state = peak_bytes(is_on_gpu=is_on_gpu), state_bytes(running.optimizer)
+    figures = running.close() or {}
+    values = [loss.item() for loss in losses]
     cpu_ms, main_cpu_ms = (
-        1e3 * (clocks_s[-1][n] - clocks_s[warmup][n]) / iterations for n in (1, 2)
+        1e3 * (after - before) / iterations
+        for before, after in zip(clocks_s[warmup], clocks_s[-1], strict=True)
     )
     return {
-        "iteration_ms": [round(1e3 * span_s, 3) for span_s in spans_s],
+        "iteration_ms": [round(_between_ms(*pair), 3) for pair in pairwise(marks[warmup:])],
         "cpu_ms": cpu_ms,
         "main_cpu_ms": main_cpu_ms,
         "peak_bytes": peak,
         "state_bytes": state,
-        "losses": losses,
+        "losses": values,
         "weights": _digest(workload.model),
         "stats": figures,
         **exchanged,
     }
+
+
+def iterate(workload: Workload, running: Running, seed: int, clip: float) -> Tensor:
+    """One iteration of training, as a script has it; its loss."""
+    running.optimizer.zero_grad()
+    loss = workload.loss(running.module, seed)
+    loss.backward()
+    _step(running.optimizer, workload.model, clip)
+    return loss.detach()
+
+
+def _mark(*, is_on_gpu: bool) -> Any:
+    """This moment: of the GPU if there is one, which is behind the host."""
+    if not is_on_gpu:
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _between_ms(one: Any, other: Any) -> float:
+    """Of marks that are over."""
+    took_ms: float = 1e3 * (other - one) if isinstance(one, float) else one.elapsed_time(other)
+    return took_ms
 
 
 def _step(optimizer: Any, model: nn.Module, clip: float) -> None:
@@ -96,18 +121,24 @@ def _digest(model: nn.Module) -> str:
     for parameter in model.parameters():
         weight: Any = parameter.detach()
         whole = weight.full_tensor() if hasattr(weight, "full_tensor") else weight
-        digest.update(whole.numpy().tobytes())
+        digest.update(whole.cpu().numpy().tobytes())
     return digest.hexdigest()[:16]
 
 
 _KIB = 1024
 
 
-def reset_peak() -> int:
+def reset_peak(*, is_on_gpu: bool = False) -> int:
     """Bytes that the process has in memory now; its peak counts from here on (Linux, proc(5)).
 
-    Where the kernel does not allow that, the peak stays that of the process.
+    Where the kernel does not allow that, the peak stays that of the process. On a GPU, of what
+    torch has there, from which it lets go of what nobody uses.
     """
+    if is_on_gpu:
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        return torch.cuda.memory_allocated()
     # What was freed would count as there, and be used again without counting.
     with suppress(AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
@@ -116,9 +147,9 @@ def reset_peak() -> int:
     return _status("VmRSS")
 
 
-def peak_bytes() -> int:
+def peak_bytes(*, is_on_gpu: bool = False) -> int:
     """The most bytes that the process had in memory since `reset_peak`."""
-    return _status("VmHWM")
+    return torch.cuda.max_memory_allocated() if is_on_gpu else _status("VmHWM")
 
 
 def state_bytes(optimizer: Any) -> int:

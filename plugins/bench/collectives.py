@@ -33,11 +33,8 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 def _measure(probes: Probes, _: Place) -> dict[str, Any]:
     ranks = Ranks()
-    least_s = zip(
-        *ranks.gather([min(all_reduces_s(size, probes.tries)) for size in probes.sizes_bytes]),
-        strict=True,
-    )
-    seconds = tuple(map(max, least_s))
+    own_s = [min(all_reduces_s(size, probes.tries)) for size in probes.sizes_bytes]
+    seconds = tuple(map(max, zip(*ranks.gather(own_s), strict=True)))
     nbytes = min(probes.cost_bytes, int(probes.sizes_bytes[-1] / seconds[-1] * probes.cost_s))
     messages = ALGORITHMS["ring"].messages(ranks.size)
     costs = (asdict(cpu_costs(kind, nbytes, messages)) for kind in ("ddp", "bytesched"))
@@ -46,18 +43,16 @@ def _measure(probes: Probes, _: Place) -> dict[str, Any]:
     )
     parameter = torch.nn.Parameter(torch.zeros(_BULK_BYTES // ELEMENT_BYTES))
     parameter.grad = source = torch.ones_like(parameter)
-    speeds = [
-        _bytes_per_s(make_optimizer([parameter]).step),
-        _bytes_per_s(lambda: parameter.detach().copy_(source)),
-    ]
-    update, copied = ranks.means(speeds)
+    updated = _bytes_per_s(make_optimizer([parameter]).step)
+    copied = _bytes_per_s(lambda: parameter.detach().copy_(source))
+    update, copy = ranks.means([updated, copied])
     measured = Measured(
         ranks=ranks.size,
         sizes_bytes=probes.sizes_bytes,
         seconds=seconds,
         cores_per_rank=_cores_per_rank(ranks),
         update_bytes_per_s=update,
-        copy_bytes_per_s=copied,
+        copy_bytes_per_s=copy,
         plain=plain,
         scheduled=scheduled,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -16,20 +16,18 @@ from bytesched.link.bound import store_bytes_per_s
 from bytesched.link.levels import ring_share, shares_hosts, two_level_share
 
 from .rank import Ranks
-from .systems.data_parallel import MIB
 
-PROBE_BYTES = 16 * MIB
-PROBES = 2
-EXCHANGE_PROBES = 6
+PROBE_BYTES: Final = 16 << 20
+PROBES, EXCHANGE_PROBES = 2, 6
 #: how far apart two measurements may be that agree, and after how many the search for them ends
-STEADY = 0.05
-SETTLING_PROBES = 8
+STEADY: Final = 0.05
+SETTLING_PROBES: Final = 8
 
 
-def all_reduces_s(nbytes: int, tries: int, group: dist.ProcessGroup | None = None) -> list[float]:
+def all_reduces_s(nbytes: int, tries: int) -> list[float]:
     """Seconds that each of so many all-reduces took, all ranks beginning together; collective."""
     buffer = torch.zeros(nbytes // 4)
-    return _seconds(lambda: dist.all_reduce(buffer, group=group), tries, group)
+    return _seconds(lambda: dist.all_reduce(buffer), tries)
 
 
 def all_to_alls_s(nbytes: int, tries: int) -> list[float]:
@@ -39,13 +37,11 @@ def all_to_alls_s(nbytes: int, tries: int) -> list[float]:
     return _seconds(lambda: dist.all_to_all_single(received, sent), tries)
 
 
-def _seconds(
-    collective: Callable[[], object], tries: int, group: dist.ProcessGroup | None = None
-) -> list[float]:
+def _seconds(collective: Callable[[], object], tries: int) -> list[float]:
     collective()
     found = []
     for _ in range(tries):
-        dist.barrier(group)
+        dist.barrier()
         began_s = time.perf_counter()
         collective()
         found.append(time.perf_counter() - began_s)
@@ -71,32 +67,36 @@ class Link:
     def __init__(self, ranks: Ranks, spec: Specification, place: Place) -> None:
         self._ranks = ranks
         self._servers = spec.servers
-        #: of shaped links, each of which ranks of a host share
         self._nominal_bytes_per_s = place.link_bytes_per_s
-        sharing = spec.ranks_per_host if place.link_bytes_per_s else 1
-        self._hosts = [str(rank // sharing) for rank in range(ranks.size)]
-        self._samples: list[float] = []
+        #: of large all-reduces, in bytes a second
+        self.samples: list[float] = []
         self._exchanges_s: list[float] = []
+        #: What is measured is a ring; where ranks share hosts, sums in two levels send less.
+        self._gain = 1.0
+        sharing = spec.ranks_per_host if place.link_bytes_per_s else 1
+        hosts = [str(rank // sharing) for rank in range(ranks.size)]
+        if shares_hosts(hosts):
+            self._gain = ring_share(hosts) / two_level_share(len(set(hosts)))
 
     def settle(self) -> bool:
         """Probe until two measurements in a row agree, and keep those alone; false if none do.
 
         What a run is scaled by hangs on them, and the first ones of a new link can be far off.
         """
-        self._samples = settled(lambda: self._measured(1)[0])
-        return agree(*self._samples)
+        self.samples = settled(lambda: self._measured(1)[0])
+        return agree(*self.samples)
 
-    def probe(self) -> None:
-        """Time large all-reduces; keep what every rank agrees on."""
-        self._samples += self._measured(PROBES)
+    def probe(self, exchange_bytes: int) -> None:
+        """Time large all-reduces, and all-to-alls to which each rank hands so many bytes, if any.
 
-    def probe_exchanges(self, nbytes: int) -> None:
-        """Time all-to-alls to which each rank hands so many bytes."""
-        self._exchanges_s += self._ranks.means(all_to_alls_s(nbytes, EXCHANGE_PROBES))
+        What is kept, every rank agrees on.
+        """
+        self.samples += self._measured(PROBES)
+        if exchange_bytes:
+            self._exchanges_s += self._ranks.means(all_to_alls_s(exchange_bytes, EXCHANGE_PROBES))
 
     def _measured(self, tries: int) -> list[float]:
-        taken_s = all_reduces_s(PROBE_BYTES, tries)
-        return self._ranks.means([PROBE_BYTES / each_s for each_s in taken_s])
+        return self._ranks.means([PROBE_BYTES / s for s in all_reduces_s(PROBE_BYTES, tries)])
 
     @property
     def exchange_bytes_per_s(self) -> float:
@@ -111,21 +111,18 @@ class Link:
 
     @property
     def bytes_per_s(self) -> float:
-        """Bytes of gradient per second: that large all-reduces average, or that servers sum.
-
-        What is measured is a ring; where ranks share hosts, sums in two levels send less.
-        """
-        average = statistics.median(self._samples)
-        if shares_hosts(self._hosts):
-            average *= ring_share(self._hosts) / two_level_share(len(set(self._hosts)))
-        if self._servers is None:
-            return average
+        """Bytes of gradient per second: that large all-reduces average, or that servers sum."""
+        average = statistics.median(self.samples) * self._gain
         # A rank sends and receives 2(n-1)/n bytes for each byte of an all-reduce among n.
         size = self._ranks.size
-        rate = average * 2 * (size - 1) / size
-        return store_bytes_per_s(rate, workers=size, servers=self._servers)
+        return self._through_servers(average * 2 * (size - 1) / size, otherwise=average)
 
-    def facts(self) -> dict[str, Any]:
+    def _through_servers(self, bytes_per_s: float, otherwise: float) -> float:
+        if self._servers is None:
+            return otherwise
+        return store_bytes_per_s(bytes_per_s, workers=self._ranks.size, servers=self._servers)
+
+    def facts(self) -> dict[str, float]:
         """For the report."""
         found: dict[str, Any] = {"gradient_bytes_per_s": self.bytes_per_s}
         if self._exchanges_s:
@@ -134,6 +131,5 @@ class Link:
         if self._servers is not None:
             found |= {"servers": self._servers, "nominal_bytes_per_s": self.bytes_per_s}
             if rate := self._nominal_bytes_per_s:
-                ranks = {"workers": self._ranks.size, "servers": self._servers}
-                found["nominal_bytes_per_s"] = store_bytes_per_s(rate, **ranks)
+                found["nominal_bytes_per_s"] = self._through_servers(rate, otherwise=rate)
         return found

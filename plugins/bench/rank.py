@@ -11,7 +11,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-import torch
 import torch.distributed as dist
 
 from bytesched.errors import PluginError
@@ -24,9 +23,14 @@ SpecT = TypeVar("SpecT")
 class Ranks:
     """All ranks of a measurement, seen from this one; what it does is collective, except `say`."""
 
-    def __init__(self, group: Any = None) -> None:
-        self._group = group
+    def __init__(self) -> None:
+        # What ranks tell each other leaves a GPU alone.
+        self._group: Any = None if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
+
+    def barrier(self) -> None:
+        """All ranks are here."""
+        dist.barrier(self._group)
 
     def gather(self, value: Any) -> list[Any]:
         """The value of every rank."""
@@ -60,8 +64,6 @@ def run_rank(
 
     def main(argv: list[str]) -> int:
         spec, place = from_json(kind, argv[0]), from_json(Place, argv[1])
-        if threads := getattr(spec, "threads", 1):
-            torch.set_num_threads(threads)
         timeout = timedelta(seconds=spec.timeout_s)  # type: ignore[attr-defined]
         try:
             dist.init_process_group(prepare(spec, place), timeout=timeout)

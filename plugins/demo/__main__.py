@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -23,12 +22,11 @@ from bytesched.errors import BytesschedError
 from bytesched.report.iteration import draw_iteration
 
 _RATE: Final = "250mbit"
-_OURS: Final = "bytesched"
-_BEFORE: Final = "ddp:bucket_mb=1+bucket_view=1"
+#: those with a timeline, and its folder
+_TRACED: Final = {"ddp:bucket_mb=1+bucket_view=1": "ddp", "bytesched": "bytesched"}
 _BENCH: Final = (
     *("--lab", "2", "--rate", _RATE, "--model", "bytesched.plugins.demo.model:character_gpt"),
-    *("--systems", f"ddp,{_BEFORE},{_OURS}"),
-    *("--rounds", "2", "--warmup", "4"),
+    *("--systems", ",".join(["ddp", *_TRACED]), "--rounds", "2", "--warmup", "4"),
 )
 
 
@@ -47,19 +45,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         flush=True,
     )
     output: Path = options.output
-    traces = {_BEFORE: output / "ddp", _OURS: output / "bytesched"}
     command = [*_BENCH, "--iterations", str(options.steps // 2)]
     command += ["--json", str(output / "result.json")]
     try:
         output.mkdir(parents=True, exist_ok=True)
         spec = specification(bench_parser().parse_args(command), rank_view())
-        systems = (
-            replace(one, options=one.options | {"timeline": str(traces[one.label].resolve())})
-            if one.label in traces
-            else one
-            for one in spec.systems
-        )
-        spec = replace(spec, systems=tuple(systems))
+        for system in spec.systems:
+            if folder := _TRACED.get(system.label):
+                system.options["timeline"] = str((output / folder).resolve())
         result = measure_systems(spec, rank_view(), command_of(command))
         assert result is not None
     except (BytesschedError, OSError) as error:
@@ -67,10 +60,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     if result["network"] == "loopback":
         print("\nhosts cannot be emulated here, and without a slow link little is gained")
-    before, after = (folder / "rank0.trace.json" for folder in traces.values())
+    before, after = (output / folder / "rank0.trace.json" for folder in _TRACED.values())
     print(f"trace: {after}  (open it at https://ui.perfetto.dev)")
+    picture = output / "iteration.png"
     try:
-        picture = output / "iteration.png"
         draw_iteration(before, after, picture, before_name="DDP with its best buckets")
         print(f"picture: {picture}")
     except (BytesschedError, OSError, ValueError) as error:

@@ -15,7 +15,7 @@ from ranks import Ranks, address_of
 from training import STEPS, Job, adamw, train
 
 from bytesched.bench.gpu_ranks import nccl_variables
-from bytesched.plugins.bench.workloads.gpu import gpu_workload
+from bytesched.plugins.bench.workloads.models import TINY, named
 
 T = TypeVar("T")
 
@@ -97,15 +97,15 @@ class DeterministicJob(CudaJob):
 
 
 def trained(job: Job, model: str) -> None:
-    workload = gpu_workload(model, 0, DEVICE, job.rank, is_small=True)
-    module = job.ddp(workload.make())
+    """A small model of the bench's."""
+    workload = named(model, 0, 1, TINY, DEVICE.type)
+    module = job.ddp(workload.model)
     optimizer = job.wrap(adamw(module), module)
-    batches = workload.batches
     train(
         job,
         module,
         optimizer,
         steps=2 * STEPS,
-        loss=lambda step: module(*batches[step % len(batches)]),
+        loss=lambda step: workload.loss(module, 2 * step + job.rank),
     )
     job.record_state(module, optimizer)

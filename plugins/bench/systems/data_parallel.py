@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from itertools import count
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import count, pairwise
 from time import perf_counter_ns
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -16,17 +17,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import bytesched
-from bytesched.bench.systems import (
-    DDP_WITH_OPTIONS,
-    EXCHANGE_PIECES,
-    HOROVOD_SYSTEMS,
-    ddp_arguments,
-)
+from bytesched.bench.systems import EXCHANGE_PIECES, HOROVOD_SYSTEMS, ddp_arguments
 from bytesched.errors import PluginError
 from bytesched.trace.timeline import Timeline
 
 from ...exchanges.peers import peers_of
-from ..workloads.experts import EmulatedExperts, Exchanges, InPieces
+from ..workloads.emulated import EmulatedLayer
+from ..workloads.experts import Exchanges, by_collectives, by_peers
 
 MIB = 2**20
 FSDP_UNITS = 12
@@ -39,8 +36,8 @@ class Running:
     module: nn.Module
     #: An optimizer, or what stands for one in a training loop.
     optimizer: Any
-    #: Called when the iterations are over; returns figures of the system's own.
-    close: Callable[[], dict[str, int | float | str]] = field(default=dict)
+    #: Called when the iterations are over; returns figures of the system's own, if it has any.
+    close: Callable[[], dict[str, int | float | str] | None] = lambda: None
     #: what carries all-to-alls, if there are any
     exchanges: Exchanges | None = None
 
@@ -59,11 +56,11 @@ def make_optimizer(
     return torch.optim.AdamW(parameters, **_ADAMW | {"fused": fused})
 
 
-def set_up(kind: str, options: Mapping[str, str], model: nn.Module, **ddp: Any) -> Running:
+def set_up(kind: str, options: Mapping[str, str], model: nn.Module, device: str = "") -> Running:
     """The system `kind` around `model`; options are texts as the command line has them.
 
     DDP takes `bucket_mb`, `bucket_view` and `static_graph`, bytesched the fields of its
-    configuration. `ddp` has further arguments of DDP.
+    configuration. `device` is that of ranks which share one.
     """
     parameters = model.parameters
     if kind in HOROVOD_SYSTEMS:
@@ -75,10 +72,12 @@ def set_up(kind: str, options: Mapping[str, str], model: nn.Module, **ddp: Any) 
             return Running(model, averaging)
         return scheduled(averaging, model, options)
     if kind == "fsdp2":
-        _shard(model)
+        _shard(model, device)
         return Running(model, make_optimizer(parameters()))
-    own = ddp_arguments(options) if kind in DDP_WITH_OPTIONS else {}
-    wrapped = DistributedDataParallel(model, **ddp | own)
+    ddp: dict[str, Any] = {}
+    if device:
+        ddp = {"gradient_as_bucket_view": True, "device_ids": [0] if device == "cuda" else None}
+    wrapped = DistributedDataParallel(model, **ddp | ddp_arguments(options))
     if kind == "zero1":
         # It compiles optimizers of TorchScript when it is imported, which warns.
         from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -92,34 +91,31 @@ def set_up(kind: str, options: Mapping[str, str], model: nn.Module, **ddp: Any) 
         return Running(wrapped, optimizer)
     if kind == "ddp-finalize":
         finalizing = Finalizing(optimizer, wrapped)
-        return Running(wrapped, finalizing, finalizing.close)
+        return Running(wrapped, finalizing, finalizing.update)
     # What is measured here is compared here.
     return scheduled(optimizer, wrapped, {"guard": "off", **options})
 
 
-def _trace(wrapped: Any, optimizer: torch.optim.Optimizer, folder: str) -> Callable[[], Any]:
+def _trace(wrapped: Any, optimizer: torch.optim.Optimizer, folder: str) -> Callable[[], None]:
     """Has plain DDP write a timeline as wrapped models do, a bucket being a chunk; ends it.
 
     DDP starts and awaits each all-reduce as ever; a communication hook sees it begin and end.
     """
     timeline = Timeline(folder, rank=torch.distributed.get_rank())
-    began_ns = {"forward": 0, "backward": 0, "update": 0}
     steps = count(1)
+    began_ns = 0
 
-    def begin(track: str) -> None:
-        began_ns[track] = perf_counter_ns()
-
-    def end(track: str) -> None:
-        timeline.on_span(track, track, began_ns[track], perf_counter_ns())
-
-    def computed(*_: Any) -> None:
-        end("forward")
-        begin("backward")
+    def switch(ends: str = "") -> None:
+        """What began last ends, if it has a name; from here on there is something else."""
+        nonlocal began_ns
+        if ends:
+            timeline.on_span(ends, ends, began_ns, perf_counter_ns())
+        began_ns = perf_counter_ns()
 
     def reduce(group: Any, bucket: Any) -> Any:
         number, sent_ns = bucket.index(), perf_counter_ns()
         if bucket.is_last():
-            end("backward")
+            switch("backward")
 
         def arrived(future: Any) -> Any:
             at_ns, what = perf_counter_ns(), {"chunk": number}
@@ -129,21 +125,16 @@ def _trace(wrapped: Any, optimizer: torch.optim.Optimizer, folder: str) -> Calla
         return allreduce_hook(group, bucket).then(arrived)
 
     def stepped(*_: Any) -> None:
-        end("update")
+        switch("update")
         timeline.on_step(next(steps), perf_counter_ns())
 
-    wrapped.register_forward_pre_hook(lambda *_: begin("forward"))
-    wrapped.register_forward_hook(computed)
+    wrapped.register_forward_pre_hook(lambda *_: switch())
+    wrapped.register_forward_hook(lambda *_: switch("forward"))
     # DDP reads the annotations of a hook, and would know none as texts.
     wrapped.register_comm_hook(None, lambda group, bucket: reduce(group, bucket))
-    optimizer.register_step_pre_hook(lambda *_: begin("update"))
+    optimizer.register_step_pre_hook(lambda *_: switch())
     optimizer.register_step_post_hook(stepped)
-
-    def close() -> dict[str, int | float | str]:
-        timeline.close()
-        return {}
-
-    return close
+    return timeline.close
 
 
 def scheduled(
@@ -164,23 +155,29 @@ def scheduled(
     return Running(model, optimizer, close)
 
 
-def _shard(model: nn.Module) -> None:
-    """FSDP2 in the form that sends no more than an all-reduce: gathered once per iteration."""
+def _shard(model: nn.Module, device: str) -> None:
+    """FSDP2 in the form that sends no more than an all-reduce: gathered once per iteration.
+
+    Units are some of equal size, or on a device each block, which fetches the next one.
+    """
     try:
         from torch.distributed.fsdp import fully_shard
     except ImportError as error:
         raise PluginError("the system fsdp2 needs torch 2.6 or newer") from error
-    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
-    total = sum(p.numel() for p in model.parameters())
-    unit: list[nn.Module] = []
-    size = 0
-    for module in _chain(model):
-        unit.append(module)
-        size += sum(p.numel() for p in module.parameters())
-        if size * FSDP_UNITS >= total:
-            fully_shard(unit, mesh=mesh, reshard_after_forward=False)
-            unit, size = [], 0
+    mesh = init_device_mesh(device or "cpu", (torch.distributed.get_world_size(),))
+    chain = _chain(model)
+    least = 0 if device else sum(p.numel() for p in model.parameters()) / FSDP_UNITS
+    units: list[list[nn.Module]] = [[]]
+    for module in chain:
+        if not device or list(module.children()):
+            units[-1].append(module)
+            if sum(p.numel() for one in units[-1] for p in one.parameters()) >= least:
+                units.append([])
+    for unit in units[:-1]:
+        fully_shard(unit, mesh=mesh, reshard_after_forward=False)
     fully_shard(model, mesh=mesh, reshard_after_forward=False)
+    for (one, *_), following in pairwise(units[:-1] if device else ()):
+        one.set_modules_to_forward_prefetch(following)  # type: ignore[operator]
 
 
 def _chain(model: nn.Module) -> list[nn.Module]:
@@ -201,7 +198,7 @@ class Finalizing:
         self.optim = optimizer
         self._ddp = ddp
         self._ddp.require_manual_backward_finalization = True
-        self._ddp.register_forward_pre_hook(lambda *_: self._update())
+        self._ddp.register_forward_pre_hook(lambda *_: self.update())
         self._is_due = False
         self._is_finalized = False
 
@@ -212,7 +209,7 @@ class Finalizing:
         """To be done before the next forward pass; at once, if gradients are here already."""
         self._is_due = True
         if self._is_finalized:
-            self._update()
+            self.update()
 
     def synchronize(self) -> None:
         """Waits for all gradients: for a script that reads them, such as one that clips."""
@@ -224,12 +221,8 @@ class Finalizing:
         """As Horovod has it: inside, `step()` does not wait, because `synchronize()` did."""
         yield
 
-    def close(self) -> dict[str, int | float | str]:
-        """Does the step that is due; there are no figures."""
-        self._update()
-        return {}
-
-    def _update(self) -> None:
+    def update(self) -> None:
+        """Does the step that is due, if one is."""
         if self._is_due:
             if not self._is_finalized:
                 self._ddp.finalize_backward()
@@ -238,42 +231,33 @@ class Finalizing:
         self._is_due = self._is_finalized = False
 
 
-def _in_pieces() -> Exchanges:
-    peers = peers_of(None)
-    assert peers is not None
-    return InPieces(peers, count=EXCHANGE_PIECES)
-
-
-def _own_group(*, is_urgent: bool = False) -> Exchanges:
-    return Exchanges(torch.distributed.new_group(), is_urgent=is_urgent)
-
-
-#: what carries all-to-alls, and the system that carries gradients; "" sends none
-_WITH_EXPERTS: dict[str, tuple[Callable[[], Exchanges], str]] = {
-    "ddp": (lambda: Exchanges(None, is_urgent=False), "ddp"),
-    "ddp-own-group": (_own_group, "ddp"),
-    "bytesched-no-lane": (_own_group, "bytesched"),
-    "bytesched": (lambda: _own_group(is_urgent=True), "bytesched"),
-    "bytesched-pieces": (_in_pieces, "bytesched"),
-    "idle": (_own_group, ""),
+#: a group of this process for nothing but all-to-alls
+_own_group = cache(torch.distributed.new_group)
+#: whether all-to-alls are in that group, whether they are urgent, and the system that carries
+#: gradients, "" sending none
+_WITH_EXPERTS: Final = {
+    "ddp": (False, False, "ddp"),
+    "ddp-own-group": (True, False, "ddp"),
+    "bytesched-no-lane": (True, False, "bytesched"),
+    "bytesched": (True, True, "bytesched"),
+    "idle": (True, False, ""),
 }
 
 
 def set_up_experts(kind: str, options: Mapping[str, str], model: nn.Module) -> Running:
     """The system ``kind`` around ``model``, whose layers of experts exchange; collective."""
-    make, carrier = _WITH_EXPERTS[kind]
-    exchanges = make()
+    pieces, carrier = 1, "bytesched"
+    if kind == "bytesched-pieces":
+        peers = peers_of(None)
+        assert peers is not None
+        start, pieces = by_peers(peers), EXCHANGE_PIECES
+    else:
+        has_own, is_urgent, carrier = _WITH_EXPERTS[kind]
+        start = by_collectives(_own_group() if has_own else None, is_urgent=is_urgent)
+    exchanges = Exchanges(start, torch.distributed.get_world_size(), pieces)
     for module in model.modules():
-        if isinstance(module, EmulatedExperts):
+        if isinstance(module, EmulatedLayer):
             module.exchanges = exchanges
     if carrier:
-        running = set_up(carrier, options, model)
-    else:
-        running = Running(model, make_optimizer(model.parameters()))
-
-    def close() -> dict[str, int | float | str]:
-        figures = running.close()
-        exchanges.close()
-        return figures
-
-    return replace(running, close=close, exchanges=exchanges)
+        return replace(set_up(carrier, options, model), exchanges=exchanges)
+    return Running(model, make_optimizer(model.parameters()), exchanges=exchanges)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
+from functools import cache
 from itertools import groupby
 
 from horovod.runner.common.util.hosts import HostInfo, get_host_assignments
@@ -34,36 +35,30 @@ def split_options(options: Mapping[str, str]) -> tuple[dict[str, str], dict[str,
     return found, left
 
 
-class Horovod:
-    """What ranks of Horovod find each other by; every rank of the bench makes the same calls.
+@cache
+def _rendezvous(address: str) -> RendezvousHTTPServer:
+    """Where the ranks of all blocks find each other, a block after the other."""
+    server = RendezvousHTTPServer((address, 0), RendezvousHandler, 0)
+    # It ends with this process.
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    return server
 
-    Args:
-        place: where this rank of the bench runs.
+
+def block_variables(ranks: Ranks, place: Place) -> dict[str, str]:
+    """Of the environment of this rank in a new block, by which its ranks find each other.
+
+    What Horovod's own launcher would set; collective.
     """
-
-    def __init__(self, ranks: Ranks, place: Place) -> None:
-        self._server: RendezvousHTTPServer | None = None
-        self._network = {"HOROVOD_CONTROLLER": "mpi", "HOROVOD_CPU_OPERATIONS": "mpi"}
-        if not place.mpirun:
-            self._network = self._gloo_network(ranks, place)
-
-    def variables(self) -> dict[str, str]:
-        """Of the environment of a rank of a new block."""
-        if self._server is not None:
-            self._server.init([])
-        return self._network
-
-    def _gloo_network(self, ranks: Ranks, place: Place) -> dict[str, str]:
-        """What Horovod's own launcher would set for this rank; rank 0 begins to listen for all."""
-        port = 0
-        if ranks.rank == 0:
-            self._server = RendezvousHTTPServer((place.address, 0), RendezvousHandler, 0)
-            # It ends with this process.
-            threading.Thread(target=self._server.serve_forever, daemon=True).start()
-            port = self._server.server_address[1]
-        nodes, ports = zip(*ranks.gather((place.node, port)), strict=True)
-        hosts = [HostInfo(node, len(list(these))) for node, these in groupby(nodes)]
-        slot = get_host_assignments(hosts, ranks.size)[ranks.rank]
-        found = create_slot_env_vars(slot)
-        found |= create_run_env_vars(place.address, [place.interface], ports[0])
-        return {name: str(value) for name, value in found.items() if value != ""}
+    if place.mpirun:
+        return {"HOROVOD_CONTROLLER": "mpi", "HOROVOD_CPU_OPERATIONS": "mpi"}
+    port = 0
+    if ranks.rank == 0:
+        server = _rendezvous(place.address)
+        server.init([])
+        port = server.server_address[1]
+    nodes, ports = zip(*ranks.gather((place.node, port)), strict=True)
+    hosts = [HostInfo(node, len(list(these))) for node, these in groupby(nodes)]
+    slot = get_host_assignments(hosts, ranks.size)[ranks.rank]
+    found = create_slot_env_vars(slot)
+    found |= create_run_env_vars(place.address, [place.interface], ports[0])
+    return {name: str(value) for name, value in found.items() if value != ""}

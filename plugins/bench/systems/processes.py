@@ -14,13 +14,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
-import torch
 import torch.distributed as dist
 
 from bytesched.bench.specification import Specification
 from bytesched.errors import PluginError
 from bytesched.lab.hosts import die_with_parent
-from bytesched.lab.ranks import Place
+from bytesched.lab.ranks import Place, threads
 from bytesched.records import from_json, to_json
 from bytesched.values import parse_flag
 
@@ -29,8 +28,8 @@ from ..rank import leave_after
 from ..workloads.models import Workload, build
 from .data_parallel import Running, set_up
 
-#: a workload, the system around it, this rank, and what else is told
-_Ready = tuple[Workload, Running, int, dict[str, int]]
+#: a workload, the system around it, and this rank
+_Ready = tuple[Workload, Running, int]
 
 _RANK: Final = "bytesched.plugins.bench.systems.processes"
 #: Of the rank that starts a process, which must not think it is that rank; and the user's settings.
@@ -53,37 +52,33 @@ def run_block(spec: Specification, place: Place, variables: Mapping[str, str]) -
             *(*place.mpirun, *die_with_parent(), "env"),
             *(word for name in _NOT_INHERITED for word in ("-u", name)),
             *(f"{name}={value}" for name, value in variables.items()),
+            f"OMP_NUM_THREADS={threads()}",
             *(sys.executable, "-m", _RANK, to_json(spec), str(dist.get_world_size()), str(folder)),
         ]
-        _run(command, spec.systems[0].kind, spec.timeout_s)
+        kind, quiet = spec.systems[0].kind, subprocess.DEVNULL
+        try:
+            subprocess.run(command, stdin=quiet, timeout=spec.timeout_s, check=True)
+        except subprocess.TimeoutExpired:
+            raise PluginError(
+                f"a block of {kind} took more than {spec.timeout_s:g} s: take fewer --iterations"
+            ) from None
+        except subprocess.CalledProcessError as error:
+            raise PluginError(f"{kind} ended with exit code {error.returncode}") from None
     dist.barrier()
     found: dict[str, Any] = json.loads((folder / f"rank{rank}.json").read_text())
     return found
 
 
-def _run(command: list[str], kind: str, timeout_s: float) -> None:
-    try:
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, timeout=timeout_s, check=False)
-    except subprocess.TimeoutExpired:
-        raise PluginError(
-            f"a block of {kind} took more than {timeout_s:g} s: raise --timeout-s"
-        ) from None
-    if done.returncode:
-        raise PluginError(f"{kind} ended with exit code {done.returncode}")
-
-
 def main(argv: list[str]) -> int:
     """Train, and write what `train` found into the folder, a file for each rank."""
     spec, ranks, folder = from_json(Specification, argv[0]), int(argv[1]), Path(argv[2])
-    if spec.threads:
-        torch.set_num_threads(spec.threads)
     around = _on_horovod(spec, ranks) if spec.servers is None else _on_a_store(spec, spec.servers)
-    with around as (workload, running, rank, more):
+    with around as (workload, running, rank):
         length = spec.warmup, spec.iterations
         found = train(workload, running, *length, lambda step: step * ranks + rank, spec.clip)
         # Of a process that has done nothing else.
         del found["peak_bytes"], found["state_bytes"]
-        (folder / f"rank{rank}.json").write_text(json.dumps(found | more))
+        (folder / f"rank{rank}.json").write_text(json.dumps(found))
     return 0
 
 
@@ -99,7 +94,7 @@ def _on_horovod(spec: Specification, ranks: int) -> Iterator[_Ready]:
     [system], workload = spec.systems, build(spec, SEED)
     running = set_up(system.kind, system.options, workload.model)
     hvd.barrier()
-    yield workload, running, hvd.rank(), {"local_size": hvd.local_size()}
+    yield workload, running, hvd.rank()
     hvd.shutdown()
 
 
@@ -120,7 +115,7 @@ def _on_a_store(spec: Specification, servers: int) -> Iterator[_Ready]:
     workload = build(spec, SEED)
     running = set_up_store(system.kind, options, workload.model, spec, store)
     store.barrier()
-    yield workload, running, store.rank, {}
+    yield workload, running, store.rank
     store.close()
 
 

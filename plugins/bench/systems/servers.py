@@ -152,12 +152,11 @@ class P3:
         """From now on, what is complete is updated."""
         self._stepped.set()
 
-    def close(self) -> dict[str, int | float | str]:
+    def close(self) -> None:
         """Every update is applied."""
         self._wait(self._tensors)
         self._complete.put(None)
         self._thread.join(self._timeout_s)
-        return {}
 
     def _on_grad(self, tensor: _P3Tensor, parameter: torch.Tensor) -> None:
         assert parameter.grad is not None

@@ -41,6 +41,10 @@ class ComputeTimes:
     #: From the start of forward to the first call of the module that uses the parameter.
     first_use_s: list[float]
     nbytes: list[int]
+    #: the first dimension of what the model is called with; 0 if it is not called with a tensor
+    batch: int
+    #: what each module reads when it is first called
+    read_bytes: dict[str, int]
 
     @property
     def compute_s(self) -> float:
@@ -53,57 +57,43 @@ class ComputeTimes:
         return [Gradient(ready, max(0.0, self.forward_s - use), size) for ready, use, size in each]
 
 
-class Traffic:
-    """Sends as many bytes as the model's gradients have, once per iteration, meaning nothing.
-
-    The all-reduces run beside the computation and nothing waits for them but the next round of
-    traffic, so what the computation loses to them is what sharing the cores costs.
-    """
-
-    def __init__(self, nbytes: int) -> None:
-        self._group = dist.new_group()
-        self._pieces = max(1, round(nbytes / TRAFFIC_PIECE_BYTES))
-        self._buffers = [torch.zeros(TRAFFIC_PIECE_BYTES // 4) for _ in range(TRAFFIC_DEPTH)]
-        self._works: list[Any] = []
-
-    def start(self) -> None:
-        """Queue the bytes of one iteration when nothing is on the link."""
-        self.finish()
-        for piece in range(self._pieces):
-            buffer = self._buffers[piece % TRAFFIC_DEPTH]
-            self._works.append(dist.all_reduce(buffer, group=self._group, async_op=True))
-
-    def finish(self) -> None:
-        """Wait until nothing is on the link."""
-        while self._works:
-            self._works.pop(0).wait()
-
-    def close(self) -> None:
-        """Release the process group."""
-        self.finish()
-        dist.destroy_process_group(self._group)
-
-
 def measure_compute(
-    workload: Workload, iterations: int, seed_of: Callable[[int], int], traffic: Traffic | None
+    workload: Workload, iterations: int, seed_of: Callable[[int], int], traffic_bytes: int = 0
 ) -> ComputeTimes:
-    """Times of forward and backward of the plain model, beside `traffic` if there is any.
+    """Times of forward and backward of the plain model, beside all-reduces of so many bytes.
 
-    The gradients are not averaged and the weights never updated: the values mean nothing.
+    These run beside each backward pass and nothing waits for them but the next ones, so what the
+    computation loses to them is what sharing the cores costs. The gradients are not averaged and
+    the weights never updated: the values mean nothing.
     """
     model = workload.model
     parameters = dict(model.named_parameters())
     used_at: dict[str, float] = {}
     ready_at: dict[str, float] = {}
+    read_bytes: dict[str, int] = {}
+    batches: list[int] = []
 
-    def stamp(moments: dict[str, float], name: str, *_: Any) -> None:
-        moments.setdefault(name, time.perf_counter())
+    def called(name: str, args: tuple[object, ...]) -> None:
+        used_at.setdefault(name, time.perf_counter())
+        if name not in read_bytes:
+            tensors = [value for value in args if isinstance(value, Tensor)]
+            read_bytes[name] = sum(tensor.nbytes for tensor in tensors)
+            batches.extend(tensor.shape[0] for tensor in tensors if not name and tensor.dim())
+
+    buffers = [torch.zeros(TRAFFIC_PIECE_BYTES // 4) for _ in range(TRAFFIC_DEPTH)]
+    pieces = max(1, round(traffic_bytes / TRAFFIC_PIECE_BYTES)) if traffic_bytes else 0
+
+    def released(name: str, _: Tensor) -> None:
+        ready_at.setdefault(name, time.perf_counter())
 
     samples = []
+    works: list[Any] = []
     with ExitStack() as hooks:
-        _watch_calls(hooks, model, partial(stamp, used_at))
+        for name, module in model.named_modules():
+            hook = module.register_forward_pre_hook(lambda _, args, name=name: called(name, args))
+            hooks.callback(hook.remove)
         for name, parameter in parameters.items():
-            handle = parameter.register_post_accumulate_grad_hook(partial(stamp, ready_at, name))
+            handle = parameter.register_post_accumulate_grad_hook(partial(released, name))
             hooks.callback(handle.remove)
         for step in range(iterations + 1):
             used_at.clear()
@@ -112,8 +102,11 @@ def measure_compute(
             start_s = time.perf_counter()
             loss = workload.loss(model, seed_of(step))
             turn_s = time.perf_counter()
-            if traffic is not None:
-                traffic.start()
+            for work in works:
+                work.wait()
+            works = [
+                dist.all_reduce(buffers[n % TRAFFIC_DEPTH], async_op=True) for n in range(pieces)
+            ]
             backward_s = time.perf_counter()
             loss.backward()
             end_s = time.perf_counter()
@@ -121,8 +114,8 @@ def measure_compute(
             owners = (name.rpartition(".")[0] for name in parameters)
             first_use_s = [_nearest(owner, used_at, start_s) - start_s for owner in owners]
             samples.append((turn_s - start_s, end_s - backward_s, release_s, first_use_s))
-    if traffic is not None:
-        traffic.finish()
+    for work in works:
+        work.wait()
     forward, backward, release, first_use = zip(*samples[1:], strict=True)
     return ComputeTimes(
         forward_s=statistics.median(forward),
@@ -130,6 +123,8 @@ def measure_compute(
         release_s=[statistics.median(times) for times in zip(*release, strict=True)],
         first_use_s=[statistics.median(times) for times in zip(*first_use, strict=True)],
         nbytes=[p.numel() * p.element_size() for p in parameters.values()],
+        batch=batches[0] if batches and not isinstance(model, EmulatedModel) else 0,
+        read_bytes=read_bytes,
     )
 
 
@@ -159,9 +154,9 @@ def record_profile(name: str, workload: Workload, times: ComputeTimes) -> Profil
     released_s = list(accumulate(reversed(released_s), max))[::-1]
     ends_s = [times.backward_s, *released_s[1:], 0.0]
     shapes = [tuple(parameter.shape) for parameter in parameters.values()]
-    batch, read_bytes = _read_bytes(workload)
-    # What a layer hands on is what the next one reads; the last one's is small.
-    output_bytes = [_nearest(module, read_bytes, 0) for module in order[1:]] + [0]
+    # What a layer hands on of a sample is what the next one reads; the last one's is small.
+    batch, read_bytes = times.batch, times.read_bytes if times.batch else {}
+    output_bytes = [_nearest(module, read_bytes, 0) // (batch or 1) for module in order[1:]] + [0]
     layers = tuple(
         LayerProfile(
             module or "model",
@@ -173,40 +168,6 @@ def record_profile(name: str, workload: Workload, times: ComputeTimes) -> Profil
         for n, module in enumerate(order)
     )
     return Profile(name, f"Recorded from {name}, one CPU core.", layers, batch)
-
-
-def _read_bytes(workload: Workload) -> tuple[int, dict[str, int]]:
-    """The batch size, and bytes of one sample that each module reads when it is first called.
-
-    The batch size is the first dimension of what the model is called with; 0 if it is not called
-    with a tensor, or has no batch.
-    """
-    if isinstance(workload.model, EmulatedModel):
-        return 0, {}
-    nbytes: dict[str, int] = {}
-    batches: list[int] = []
-
-    def note(name: str, args: tuple[object, ...]) -> None:
-        tensors = [value for value in args if isinstance(value, Tensor)]
-        if not name:
-            batches.extend(tensor.shape[0] for tensor in tensors if tensor.dim())
-        nbytes.setdefault(name, sum(tensor.nbytes for tensor in tensors))
-
-    with ExitStack() as hooks, torch.no_grad():
-        _watch_calls(hooks, workload.model, note)
-        workload.loss(workload.model, 0)
-    if not batches:
-        return 0, {}
-    return batches[0], {name: total // batches[0] for name, total in nbytes.items()}
-
-
-def _watch_calls(
-    hooks: ExitStack, model: nn.Module, note: Callable[[str, tuple[object, ...]], None]
-) -> None:
-    """Has `note` called with the name and the arguments of each module that is called."""
-    for name, module in model.named_modules():
-        hook = module.register_forward_pre_hook(lambda _, args, name=name: note(name, args))
-        hooks.callback(hook.remove)
 
 
 def _nearest(module: str, found: Mapping[str, NumberT], default: NumberT) -> NumberT:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from bytesched.bench.profile import LayerProfile, Profile
 
-from .experts import EmulatedExperts
+from .experts import Exchanges
 
 WIDTH = 16
 
@@ -54,46 +54,70 @@ class Pace:
 
 class _Compute(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, pace: Pace, forward_s: float, backward_s: float, *parameters: Tensor
-    ) -> Tensor:
-        pace.start()
+    def forward(ctx: Any, x: Tensor, layer: EmulatedLayer, *parameters: Tensor) -> Tensor:
+        ctx.layer = layer
+        if layer.has_experts:
+            return layer.through(x, layer.forward_s)
+        layer.pace.start()
         y = x.clone()
         for parameter in parameters:
             y += 0.1 * torch.sin(y + parameter.reshape(-1)[:WIDTH].sum())
         ctx.save_for_backward(y, *parameters)
-        ctx.pace, ctx.backward_s = pace, backward_s
-        pace.finish(forward_s)
+        layer.pace.finish(layer.forward_s)
         return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        ctx.pace.start()
-        (grad,) = grads
+        layer, (grad,) = ctx.layer, grads
+        if layer.has_experts:
+            return layer.through(grad, layer.backward_s), None
+        layer.pace.start()
         y, *parameters = ctx.saved_tensors
         scale = (grad * torch.cos(y)).mean()
         found = [torch.mul(parameter, scale) for parameter in parameters]
-        ctx.pace.finish(ctx.backward_s)
-        return grad, None, None, None, *found
+        layer.pace.finish(layer.backward_s)
+        return grad, None, *found
 
 
 class EmulatedLayer(nn.Module):
-    """A layer that computes for the times of its profile."""
+    """A layer that computes for the times of its profile.
+
+    One of experts has no gradients to send: `exchanges` carries what they get. Without, it computes
+    alone.
+    """
 
     def __init__(self, profile: LayerProfile, pace: Pace) -> None:
         super().__init__()
-        self._pace = pace
-        self._forward_s = profile.forward_ms / 1e3
-        self._backward_s = profile.backward_ms / 1e3
+        self.pace = pace
+        self.forward_s = profile.forward_ms / 1e3
+        self.backward_s = profile.backward_ms / 1e3
+        self.exchanges: Exchanges | None = None
+        self._exchanged_bytes = profile.exchange_bytes
         for index, shape in enumerate(profile.shapes):
             weight = nn.Parameter(torch.empty(shape).uniform_(-0.1, 0.1))
             self.register_parameter(f"weight{index}", weight)
 
+    @property
+    def has_experts(self) -> bool:
+        """Whether what it reads comes from all ranks, and goes back to them."""
+        return self._exchanged_bytes > 0
+
     def forward(self, x: Tensor) -> Tensor:
-        """Values of the same shape that depend on every parameter."""
-        times = (self._pace, self._forward_s, self._backward_s)
-        y: Tensor = _Compute.apply(x, *times, *self.parameters(recurse=False))  # type: ignore[no-untyped-call]
+        """Values of the same shape that depend on every parameter, or those of all ranks."""
+        y: Tensor = _Compute.apply(x, self, *self.parameters(recurse=False))  # type: ignore[no-untyped-call]
         return y
+
+    def through(self, x: Tensor, duration_s: float) -> Tensor:
+        """One direction of experts: what is to be exchanged, computed and exchanged again."""
+
+        def compute(share: float) -> None:
+            self.pace.start()
+            self.pace.finish(share * duration_s)
+
+        if self.exchanges is not None:
+            return self.exchanges.through(x, self._exchanged_bytes, compute)
+        compute(1.0)
+        return x.clone()
 
 
 class EmulatedModel(nn.Sequential):
@@ -101,12 +125,7 @@ class EmulatedModel(nn.Sequential):
 
     def __init__(self, profile: Profile) -> None:
         pace = Pace()
-        super().__init__(
-            *(
-                EmulatedExperts(layer, pace) if layer.exchange_bytes else EmulatedLayer(layer, pace)
-                for layer in profile.layers
-            )
-        )
+        super().__init__(*(EmulatedLayer(layer, pace) for layer in profile.layers))
 
 
 def emulated_loss(model: nn.Module, seed: int) -> Tensor:

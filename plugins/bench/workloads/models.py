@@ -1,15 +1,16 @@
-"""Models to measure with: a small GPT, a VGG-like, a ResNet-like, and emulated ones.
+"""Models to measure with: a GPT, a VGG, ResNets, many small layers, and emulated ones.
 
-All are plain torch and small enough for one CPU core per rank.
+All are plain torch: small enough for one CPU core per rank, or made for a GPU that ranks share.
 """
 
 from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,11 +22,8 @@ from bytesched.errors import ConfigError
 
 from .emulated import EmulatedModel, emulated_loss
 
-IMAGE_SIZE = 32
-CLASSES = 100
-VOCABULARY = 256
-LENGTH = 64
-BATCHES = 8
+CLASSES: Final = 100
+BATCHES: Final = 8
 
 
 @dataclass(frozen=True)
@@ -88,8 +86,7 @@ def vgg() -> nn.Sequential:
             layers += [nn.Conv2d(channels, width, 3, padding=1), nn.ReLU()]
             channels = width
         layers.append(nn.MaxPool2d(2))
-    features = channels * (IMAGE_SIZE // 16) ** 2
-    layers += [nn.Flatten(), nn.Linear(features, 4096), nn.ReLU()]
+    layers += [nn.Flatten(), nn.Linear(4 * channels, 4096), nn.ReLU()]
     layers += [nn.Linear(4096, 1536), nn.ReLU(), nn.Linear(1536, CLASSES)]
     return nn.Sequential(*layers)
 
@@ -120,70 +117,119 @@ class Bottleneck(nn.Module):
         return functional.relu(self.body(x) + self.shortcut(x))
 
 
-def resnet() -> nn.Sequential:
-    """Bottleneck blocks with batch normalisation: many small tensors."""
-    stages = ((32, 2, 1), (64, 3, 2), (128, 4, 2), (256, 3, 2))
-    before = nn.Conv2d(3, 32, 3, padding=1, bias=False), nn.BatchNorm2d(32), nn.ReLU()
-    return nn.Sequential(*before, nn.MaxPool2d(2), *bottlenecks(32, stages))
+class Residual(nn.Module):
+    """A normalised layer around a shortcut: four small tensors."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Values of the same shape."""
+        return x + functional.gelu(self.linear(self.norm(x)))
 
 
-def bottlenecks(channels: int, stages: Iterable[tuple[int, int, int]]) -> list[nn.Module]:
-    """Stages of blocks, each with a width, how many, and the first one's stride; and a head."""
-    layers: list[nn.Module] = []
-    for width, blocks, stride in stages:
+def residuals(width: int, depth: int) -> nn.Sequential:
+    """So many small tensors that the host decides how long an iteration takes."""
+    layers = (Residual(width) for _ in range(depth))
+    return nn.Sequential(nn.Linear(width, width), *layers, nn.Linear(width, CLASSES))
+
+
+def resnet(
+    stages: Sequence[tuple[int, int, int]], size: int, stride: int, *pool: nn.Module
+) -> nn.Sequential:
+    """Bottleneck blocks with batch normalisation behind a convolution: many small tensors.
+
+    Of each stage, the width, how many blocks, and the stride of the first one.
+    """
+    channels = stages[0][0]
+    convolution = nn.Conv2d(3, channels, size, stride, padding=size // 2, bias=False)
+    layers = [convolution, nn.BatchNorm2d(channels), nn.ReLU(), *pool]
+    for width, blocks, first in stages:
         for index in range(blocks):
-            layers.append(Bottleneck(channels, width, stride if index == 0 else 1))
+            layers.append(Bottleneck(channels, width, first if index == 0 else 1))
             channels = 4 * width
-    return [*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, CLASSES)]
+    head = nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, CLASSES)
+    return nn.Sequential(*layers, *head)
+
+
+_STAGES: Final = (32, 2, 1), (64, 3, 2), (128, 4, 2), (256, 3, 2)
+#: of a ResNet-50
+_STAGES_50: Final = (64, 3, 1), (128, 4, 2), (256, 6, 2), (512, 3, 2)
+
+
+class Kind(NamedTuple):
+    """A real model, and its batches."""
+
+    make: Callable[[], nn.Module]
+    #: how many samples a batch has by default, and the shape of each
+    batch: tuple[int, ...]
+    #: of tokens, of which a sample has one more than are predicted; 0: samples have classes
+    vocabulary: int = 0
+    #: whether what may be in bfloat16 is
+    mixes: bool = False
+
+
+REAL: Final = {
+    "gpt": Kind(lambda: GPT(256, 64, width=320, depth=8, heads=5), (9, 65), 256),
+    "vgg": Kind(vgg, (192, 3, 32, 32)),
+    "resnet": Kind(lambda: resnet(_STAGES, 3, 1, nn.MaxPool2d(2)), (24, 3, 32, 32)),
+}
+#: of ranks that share a GPU: 98 M parameters, 24 M, and 148 tensors
+ON_GPU: Final = {
+    "gpt": Kind(lambda: GPT(8192, 1024, 768, 12, 12), (32, 1025), 8192, mixes=True),
+    "conv": Kind(lambda: resnet(_STAGES_50, 7, 4), (64, 3, 224, 224), mixes=True),
+    "small": Kind(lambda: residuals(256, 36), (64, 256)),
+}
+#: the same so small that a test trains them on a CPU
+TINY: Final = {
+    "gpt": Kind(lambda: GPT(64, 16, 32, 2, 2), (2, 17), 64),
+    "conv": Kind(lambda: resnet([(4, 1, 1), (8, 1, 2)], 7, 4), (4, 3, 16, 16)),
+    "small": Kind(lambda: residuals(16, 3), (4, 16)),
+}
+_KINDS: Final = {"": REAL, "cuda": ON_GPU, "cpu": TINY}
 
 
 @lru_cache(maxsize=2 * BATCHES)
-def _drawn(batch: int, seed: int, *, of_images: bool) -> tuple[Tensor, ...]:
-    """A batch of tokens, or of images and their labels."""
+def _drawn(shape: tuple[int, ...], vocabulary: int, device: str, seed: int) -> tuple[Tensor, ...]:
+    """A batch of tokens, or of samples and their classes."""
     generator = torch.Generator().manual_seed(seed)
-    if not of_images:
-        return (torch.randint(VOCABULARY, (batch, LENGTH + 1), generator=generator),)
-    images = torch.randn(batch, 3, IMAGE_SIZE, IMAGE_SIZE, generator=generator)
-    return images, torch.randint(CLASSES, (batch,), generator=generator)
-
-
-def _gpt(batch: int) -> Workload:
-    def loss(module: nn.Module, seed: int) -> Tensor:
-        return module(*_drawn(batch, seed % BATCHES, of_images=False))  # type: ignore[no-any-return]
-
-    return Workload(GPT(VOCABULARY, LENGTH, width=320, depth=8, heads=5), loss)
-
-
-def _of_images(model: nn.Module, batch: int) -> Workload:
-    def loss(module: nn.Module, seed: int) -> Tensor:
-        images, labels = _drawn(batch, seed % BATCHES, of_images=True)
-        return functional.cross_entropy(module(images), labels)
-
-    return Workload(model, loss)
-
-
-#: Each real model by name: how to build it for a batch size, and the batch size by default.
-REAL: dict[str, tuple[Callable[[int], Workload], int]] = {
-    "gpt": (_gpt, 9),
-    "vgg": (lambda batch: _of_images(vgg(), batch), 192),
-    "resnet": (lambda batch: _of_images(resnet(), batch), 24),
-}
+    if vocabulary:
+        return (torch.randint(vocabulary, shape, generator=generator).to(device),)
+    samples = torch.randn(shape, generator=generator).to(device)
+    return samples, torch.randint(CLASSES, shape[:1], generator=generator).to(device)
 
 
 def build(spec: Specification, seed: int) -> Workload:
     """The workload of a bench specification, its weights drawn from `seed`."""
     if spec.profile is not None:
         return emulated(spec.profile, seed)
-    return named(spec.model, spec.batch, seed)
+    device = "cuda" if spec.device == "cuda" else "cpu"
+    return named(spec.model, spec.batch, seed, _KINDS[spec.device], device)
 
 
-def named(model: str, batch: int, seed: int) -> Workload:
-    """One of `REAL`, for a batch size or its own, or what ``module:function`` of a user returns."""
+def named(
+    model: str, batch: int, seed: int, kinds: Mapping[str, Kind] = REAL, device: str = "cpu"
+) -> Workload:
+    """One of ``kinds``, for a batch size or its own, or what ``module:function`` of a user returns.
+
+    Raises `ConfigError` if there is no such function, or it returns something else.
+    """
     torch.manual_seed(seed)
-    if model in REAL:
-        make, default_batch = REAL[model]
-        return make(batch or default_batch)
-    return _user_workload(model)
+    if model not in kinds:
+        return _user_workload(model)
+    kind = kinds[model]
+    shape = (batch or kind.batch[0], *kind.batch[1:])
+
+    def loss(module: nn.Module, seed: int) -> Tensor:
+        inputs = _drawn(shape, kind.vocabulary, device, seed % BATCHES)
+        with torch.autocast(device, torch.bfloat16, enabled=kind.mixes):
+            found: Tensor = module(inputs[0])
+            return found if kind.vocabulary else functional.cross_entropy(found, inputs[1])
+
+    with torch.device(device):
+        return Workload(kind.make(), loss)
 
 
 def emulated(profile: Profile, seed: int) -> Workload:

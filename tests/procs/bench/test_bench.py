@@ -29,7 +29,7 @@ def make():
 
 def test_all_systems_on_two_ranks(bench: Bench) -> None:
     systems = ["ddp:timeline=runs", *SYSTEMS[1:]]
-    options = ["--workers", "2", "--systems", ",".join(systems), "--record", "recorded.json"]
+    options = ["--systems", ",".join(systems), "--record", "recorded.json"]
     result = bench.result("--emulate", "tiny.json", *QUICK, *options)
     assert list(result["systems"]) == systems
     assert result["world_size"] == 2

@@ -21,7 +21,7 @@ ITERATIONS, ROUNDS, RANKS = 2, 2, 2
 @pytest.mark.nightly
 def test_all_systems_train_the_same_and_time_all_to_alls(bench: Bench) -> None:
     bench.write("experts.json", EXPERTS)
-    numbers = f"--workers {RANKS} --iterations {ITERATIONS} --rounds {ROUNDS} --warmup 3"
+    numbers = f"--iterations {ITERATIONS} --rounds {ROUNDS} --warmup 3"
     result = bench.result("--emulate", "experts.json", *numbers.split())
     assert tuple(result["systems"]) == EXCHANGE_SYSTEMS
     compute = result["compute"]

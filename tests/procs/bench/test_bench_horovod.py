@@ -39,7 +39,7 @@ def bench(tmp_path: Path) -> Bench:
     return made
 
 
-ON_TWO = ("--emulate", "tiny.json", "--workers", "2", *ONCE)
+ON_TWO = ("--emulate", "tiny.json", *ONCE)
 
 
 @needs_gloo
@@ -51,9 +51,8 @@ def test_over_gloo_on_loopback(bench: Bench, monkeypatch: pytest.MonkeyPatch) ->
     result = bench.result(*ON_TWO, "--systems", f"ddp,horovod,{sized}")
     assert result["network"] == "loopback, Horovod over Gloo"
     assert set(losses(result).values()) == {"identical"}
-    for name, system in result["systems"].items():
+    for system in result["systems"].values():
         assert len(system["rounds"][0]["iteration_ms"]) == 2
-        assert name == "ddp" or system["rounds"][0]["local_size"] == 2
     ours = result["systems"][sized]["rounds"][0]["stats"]
     assert ours["mode"] == "cross"
     assert ours["partition_bytes"] == 256 << 10
@@ -92,4 +91,3 @@ def test_the_bytes_cross_the_links_of_the_lab(bench: Bench) -> None:
     least_ms = 1e3 * result["compute"]["model_bytes"] / (200e6 / 8)
     for name, system in result["systems"].items():
         assert system["figures"]["iteration_ms"] > 0.8 * least_ms, name
-        assert name == "ddp" or system["rounds"][0]["local_size"] == 1

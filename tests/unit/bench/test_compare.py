@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 from collections.abc import Callable
@@ -11,22 +10,18 @@ from typing import Any
 
 import pytest
 
-from bytesched.bench import table
+from bytesched.bench import figures
 from bytesched.bench.compare import changes, load_result, report
 from bytesched.commands import bench
 from bytesched.errors import ConfigError
 
 
-def a_result(ours_ms: float = 80.0, **counts: float) -> dict[str, Any]:
+def system(ms: float, **fields: Any) -> dict[str, Any]:
+    return {"rounds": [{"iteration_ms": [ms]}], "losses": "identical", **fields}
+
+
+def a_result(ours_ms: float = 80.0, slower: float = 1.0, **counts: float) -> dict[str, Any]:
     """DDP and bytesched, whose time is a share of DDP's 100 ms."""
-
-    def system(ms: float) -> dict[str, Any]:
-        return {"rounds": [{"iteration_ms": [ms]}], "figures": {}, "losses": "identical"}
-
-    ours = system(ours_ms)
-    ours["figures"] = {"speedup_over_best": 100 / ours_ms, "speedup_over_plain": 120 / ours_ms}
-    if counts:
-        ours["counts"] = counts
     return {
         "date": "2026-11-24T00:00:00+00:00",
         "commit": "0123456789abcdef",
@@ -34,7 +29,11 @@ def a_result(ours_ms: float = 80.0, **counts: float) -> dict[str, Any]:
         "machine": {"cpu": "Some CPU", "cores": 2, "torch": "2.13.0"},
         "setting": {"rate": "1gbit", "clip": 0.0},
         "network": "links of 1 Gbit/s between emulated hosts",
-        "systems": {"ddp": system(120.0), "ddp-best": system(100.0), "bytesched": ours},
+        "systems": {
+            "ddp": system(120.0 * slower),
+            "ddp-best": system(100.0 * slower),
+            "bytesched": system(ours_ms * slower, **({"counts": counts} if counts else {})),
+        },
     }
 
 
@@ -42,36 +41,29 @@ def regressions(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     return [change.figure for change in changes(old, new) if change.is_regression]
 
 
-def test_a_time_is_a_share_of_the_best_peers_in_the_same_run() -> None:
-    old = a_result()
-    assert not regressions(old, a_result(83.9))
-    [figure] = regressions(old, a_result(84.1))
-    assert "ddp-best's" in figure
-    # Neither a peer that became slower nor a machine that is half as fast in all of it is one.
-    slower = a_result()
-    for system in slower["systems"].values():
-        system["rounds"][0]["iteration_ms"] = [2 * ms for ms in system["rounds"][0]["iteration_ms"]]
-        system["figures"].setdefault("speedup_over_best", 0.5)
-    assert not regressions(old, slower)
-
-
 @pytest.mark.parametrize(
-    ("name", "old", "same", "worse"),
+    ("old", "new", "worse"),
     [
-        ("calls_per_tensor", 60.0, 69.0, 69.1),
-        ("messages", 20, 21, 22),
-        ("bytes", 1000, 1010, 1011),
-        ("messages", 0, 0, 1),
+        ({}, {"ours_ms": 83.9}, ""),
+        ({}, {"ours_ms": 84.1}, "time, as a multiple of ddp-best's"),
+        # A machine that is half as fast in all of it.
+        ({}, {"slower": 2.0}, ""),
+        ({"calls_per_tensor": 60.0}, {"calls_per_tensor": 69.0}, ""),
+        ({"calls_per_tensor": 60.0}, {"calls_per_tensor": 69.1}, "Python calls for each tensor"),
+        ({"messages": 20}, {"messages": 21}, ""),
+        ({"messages": 20}, {"messages": 22}, "messages of an iteration"),
+        ({"messages": 20}, {"messages": 0}, ""),
+        ({"messages": 0}, {"messages": 0}, ""),
+        ({"messages": 0}, {"messages": 1}, "messages of an iteration"),
+        ({"messages": 3}, {"messages": math.nan}, "messages of an iteration"),
+        ({"bytes": 1000}, {"bytes": 1010}, ""),
+        ({"bytes": 1000}, {"bytes": 1011}, "bytes of an iteration"),
     ],
 )
-def test_counts_may_grow_a_little(name: str, old: float, same: float, worse: float) -> None:
-    assert not regressions(a_result(**{name: old}), a_result(**{name: same}))
-    assert not regressions(a_result(**{name: old}), a_result(**{name: 0}))
-    assert len(regressions(a_result(**{name: old}), a_result(**{name: worse}))) == 1
-
-
-def test_a_figure_that_is_no_number_is_a_regression() -> None:
-    assert regressions(a_result(messages=3.0), a_result(messages=float("nan")))
+def test_what_may_grow_by_how_much(
+    old: dict[str, float], new: dict[str, float], worse: str
+) -> None:
+    assert regressions(a_result(**old), a_result(**new)) == [worse] * bool(worse)
 
 
 def test_losses_that_differ_now_are_a_regression() -> None:
@@ -84,25 +76,29 @@ def test_losses_that_differ_now_are_a_regression() -> None:
 
 def test_times_are_compared_beside_the_same_peer() -> None:
     """A peer whose bucket is the best one now is not the one of the old result."""
-    old, new = a_result(), a_result()
-    for result, four_ms in ((old, 90.0), (new, 200.0)):
-        systems = result["systems"]
-        systems["ddp:bucket_mb=4"] = copy.deepcopy(systems["ddp"])
-        systems["ddp:bucket_mb=4"]["rounds"][0]["iteration_ms"] = [four_ms]
-        systems["ddp:bucket_mb=1"] = systems.pop("ddp-best")
-    [change] = [change for change in changes(old, new) if change.figure.startswith("time")]
-    assert "ddp:bucket_mb=4's" in change.figure
-    assert (change.old, change.new) == pytest.approx((80 / 90, 80 / 200))
-    del new["systems"]["ddp:bucket_mb=4"]
-    [change] = [change for change in changes(old, new) if change.figure.startswith("time")]
-    assert "ddp:bucket_mb=1's" in change.figure
-    assert (change.old, change.new) == pytest.approx((0.8, 0.8))
-    new["systems"]["ddp:bucket_mb=2"] = new["systems"].pop("ddp:bucket_mb=1")
-    [change] = [change for change in changes(old, new) if change.figure.startswith("time")]
-    assert change.figure == "time, as a multiple of ddp's"
-    del old["systems"]["ddp"]
+
+    def of(new_systems: str) -> tuple[Any, ...]:
+        """With these alone in the new result: what is compared, and the times."""
+        old, new = a_result(), a_result()
+        for result, four_ms in ((old, 90.0), (new, 200.0)):
+            result["systems"] |= {
+                "ddp:bucket_mb=4": system(four_ms),
+                "ddp:bucket_mb=1": system(100),
+            }
+            del result["systems"]["ddp-best"]
+        new["systems"]["ddp:bucket_mb=2"] = system(100)
+        new["systems"] = {name: new["systems"][name] for name in new_systems.split()}
+        [change] = [change for change in changes(old, new) if change.figure.startswith("time")]
+        return change.figure, change.old, change.new
+
+    every = "bytesched ddp:bucket_mb=1 ddp:bucket_mb=4 ddp"
+    multiple = "time, as a multiple of {}'s".format
+    assert of(every) == (multiple("ddp:bucket_mb=4"), pytest.approx(80 / 90), pytest.approx(0.4))
+    without_4 = multiple("ddp:bucket_mb=1"), pytest.approx(0.8), pytest.approx(0.8)
+    assert of("bytesched ddp:bucket_mb=1 ddp") == without_4
+    assert of("bytesched ddp:bucket_mb=2 ddp")[0] == multiple("ddp")
     with pytest.raises(ConfigError, match="time of bytesched: they have no peer of it in"):
-        list(changes(old, new))
+        of("bytesched ddp:bucket_mb=2")
 
 
 def test_what_only_the_old_result_has_is_not_compared() -> None:
@@ -116,6 +112,9 @@ def test_what_only_the_old_result_has_is_not_compared() -> None:
     del without_losses["systems"]["bytesched"]
     with pytest.raises(ConfigError, match="cannot compare bytesched: only the old result has it"):
         report(old, without_losses)
+    others = a_result() | {"systems": {"horovod": {}}}
+    with pytest.raises(ConfigError, match="no figure of a system in common"):
+        report(others, a_result())
 
 
 def test_the_report_names_runs_systems_and_regressions() -> None:
@@ -129,14 +128,6 @@ def test_the_report_names_runs_systems_and_regressions() -> None:
     assert (
         "regression: bytesched: time, as a multiple of ddp-best's: 0.8 was, 1 is (+25.0 %" in text
     )
-    assert report(a_result(), a_result())[0].endswith("no regression")
-
-
-def test_results_without_a_common_figure_are_refused() -> None:
-    other = a_result()
-    other["systems"] = {"horovod": {}}
-    with pytest.raises(ConfigError, match="no figure of a system in common"):
-        report(other, a_result())
 
 
 @pytest.fixture
@@ -193,8 +184,7 @@ def test_what_cannot_be_compared_after_it_was_measured_is_no_regression(
     told = said("bench --compare", files[0], "--systems", systems, code=2)
     is_measured = systems != "ddp"
     assert bool(measured) == is_measured
-    message = "network was links" if is_measured else "cannot compare bytesched"
-    assert message in told
+    assert ("network was links" if is_measured else "cannot compare bytesched") in told
 
 
 @pytest.mark.parametrize(
@@ -212,20 +202,21 @@ def test_files_of_another_kind_are_refused(
 
 
 @pytest.mark.parametrize(
-    ("losses", "said"),
+    ("first", "losses", "said"),
     [
-        ([1.0, 2.0], "identical"),
-        ([1.0, 2.5], "differ by 2.5e-01"),
-        ([1.0, math.inf], "differ by inf"),
-        ([math.nan, 2.0], "differ by inf"),
-        ([], "identical"),
+        ([1.0, 2.0], [1.0, 2.0], "identical"),
+        ([1.0, 2.0], [1.0, 2.5], "differ by 2.5e-01"),
+        ([1.0, 2.0], [1.0, math.inf], "differ by inf"),
+        ([1.0, 2.0], [math.nan, 2.0], "differ by inf"),
+        ([math.inf, 1.0], [5.0, 1.0], "differ by inf"),
+        ([], [], "identical"),
     ],
 )
-def test_losses_are_compared_with_those_of_the_first_system(losses: list[float], said: str) -> None:
-    def system(ours: list[float]) -> dict[str, Any]:
-        return {"rounds": [{"losses": [ours], "weights": "alike"}]}
-
-    systems = {"ddp": system([1.0, 2.0] if losses else []), "bytesched": system(losses)}
-    assert table._agreement("bytesched", systems) == said
-    diverged = {"ddp": system([math.inf, 1.0]), "bytesched": system([5.0, 1.0])}
-    assert table._agreement("bytesched", diverged) == "differ by inf"
+def test_losses_are_compared_with_those_of_the_first_system(
+    first: list[float], losses: list[float], said: str
+) -> None:
+    systems = {
+        name: {"rounds": [{"losses": [ours], "weights": "alike"}]}
+        for name, ours in (("ddp", first), ("bytesched", losses))
+    }
+    assert figures._agreement("bytesched", systems) == said

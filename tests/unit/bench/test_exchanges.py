@@ -8,17 +8,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bytesched.bench.profile import LayerProfile
-from bytesched.bench.table import percentile
-from bytesched.plugins.bench.workloads.experts import EmulatedExperts, Exchanges, InPieces
+from bytesched.plugins.bench.workloads.emulated import EmulatedLayer, Pace
+from bytesched.plugins.bench.workloads.experts import Exchanges, by_collectives, by_peers
 from bytesched.plugins.exchanges.peers import Transfer
 
 LAYER = LayerProfile("experts", 1.0, 2.0, (), 0, 4096)
 
 
-class Paces:
+class Paces(Pace):
     """Computes in no time, and counts for how long."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.computed_s: list[float] = []
 
     def start(self) -> None:
@@ -37,7 +38,6 @@ def two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
         received[0] = sent[0]
         received[1] = 2 * sent[0]
 
-    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
     monkeypatch.setattr(dist, "all_to_all_single", all_to_all_single)
 
 
@@ -53,19 +53,19 @@ class TwoPeers:
 
 def passed(exchanges: Exchanges) -> tuple[Tensor, Tensor, list[float]]:
     pace = Paces()
-    experts = EmulatedExperts(LAYER, pace)
+    experts = EmulatedLayer(LAYER, pace)
     experts.exchanges = exchanges
     x = torch.arange(16.0, requires_grad=True)
     y = experts(x)
     y.square().sum().backward()
-    exchanges.close()
     assert x.grad is not None
     return y.detach(), x.grad, pace.computed_s
 
 
 @pytest.mark.usefixtures("two_ranks")
 def test_pieces_give_the_same_bits_and_compute_as_long() -> None:
-    whole, cut = Exchanges(None, is_urgent=True), InPieces(TwoPeers(), count=4)  # type: ignore[arg-type]
+    whole = Exchanges(by_collectives(None, is_urgent=True), 2)
+    cut = Exchanges(by_peers(TwoPeers()), 2, pieces=4)  # type: ignore[arg-type]
     one, other = passed(whole), passed(cut)
     assert one[0].equal(other[0])
     assert one[1].equal(other[1])
@@ -82,13 +82,7 @@ def test_pieces_give_the_same_bits_and_compute_as_long() -> None:
 def test_without_exchanges_experts_compute_alone() -> None:
     pace = Paces()
     x = torch.ones(16, requires_grad=True)
-    y = EmulatedExperts(LAYER, pace)(x)
+    y = EmulatedLayer(LAYER, pace)(x)
     y.sum().backward()
     assert y.detach().equal(torch.ones(16))
     assert pace.computed_s == [1e-3, 2e-3]
-
-
-def test_percentiles() -> None:
-    assert percentile(range(1, 101), 0.95) == 95
-    assert percentile([7.0], 0.95) == 7.0
-    assert percentile([], 0.5) == 0.0

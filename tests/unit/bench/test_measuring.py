@@ -54,9 +54,7 @@ def test_nothing_is_known_without_such_a_file(tmp_path: Path) -> None:
     (tmp_path / "other").write_text("intr 1 2 3\n")
     assert core_times(tmp_path / "other") == ()
     assert stolen_share((), ()) == 0.0
-
-
-def test_cores_that_did_nothing_lost_nothing() -> None:
+    # Cores that did nothing lost nothing.
     assert stolen_share((1,) * 8, (1,) * 8) == 0.0
 
 

@@ -1,4 +1,4 @@
-"""Key-value stores and Horovod in the bench: what is refused, figures, the order of P3."""
+"""Key-value stores and Horovod in the bench: what is refused, the order of P3."""
 
 from __future__ import annotations
 
@@ -10,10 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from bench_results import bench_result
 from torch import nn
 
-from bytesched.bench.table import add_figures, opponents, table
 from bytesched.commands import bench as bench
 from bytesched.errors import ConfigError, SchedulerTimeout
 from bytesched.lab import ranks as lab_ranks
@@ -34,21 +32,6 @@ from bytesched.plugins.bench.systems.servers import set_up_store
 )
 def test_the_narrowest_link(workers: int, servers: int, expected: float) -> None:
     assert store_bytes_per_s(100.0, workers=workers, servers=servers) == pytest.approx(expected)
-
-
-def test_figures_of_servers() -> None:
-    times_ms = {"kv-plain": [300.0], "kv-p3": [200.0], "bytesched-kv:updates=1": [160.0]}
-    result = bench_result(times_ms, servers=1, nominal_bytes_per_s=100e6)
-    add_figures(result)
-    assert opponents("bytesched-kv:updates=1", result["systems"]) == ("kv-plain", "kv-p3")
-    ours = result["systems"]["bytesched-kv:updates=1"]["figures"]
-    assert ours["speedup_over_plain"] == pytest.approx(300 / 160)
-    assert ours["speedup_over_best"] == pytest.approx(200 / 160)
-    assert ours["share_of_possible_gain"] == pytest.approx(40 / 80)
-    assert ours["duplex_share"] == pytest.approx(100 / 160)
-    text = table(result)
-    assert "duplex" in text
-    assert "bus MB/s" not in text
 
 
 def spec_of(timeout_s: float) -> Any:
@@ -157,38 +140,3 @@ def test_settings_become_variables_and_the_rest_are_bytescheds() -> None:
     assert variables == {"HOROVOD_FUSION_THRESHOLD": "524288", "HOROVOD_CYCLE_TIME": "2"}
     assert split_options({}) == ({}, {})
     assert split_options({"cache": "0"}) == ({"HOROVOD_CACHE_CAPACITY": "0"}, {})
-
-
-def figures_of(name: str, *names: str) -> dict[str, float]:
-    result = bench_result(dict.fromkeys((name, *names), (150, 150)))
-    add_figures(result)
-    figures: dict[str, float] = result["systems"][name]["figures"]
-    return figures
-
-
-def test_horovods_are_compared_with_the_fastest_plain_one() -> None:
-    result = bench_result(
-        {
-            "ddp": (300, 300),
-            "ddp-best": (140, 140),
-            "bytesched": (150, 150),
-            "horovod": (200, 240),
-            "horovod:fusion-mb=4": (180, 170),
-            "bytesched-horovod": (120, 112),
-            "horovod:fusion-mb=9": (160, 168),
-        }
-    )
-    systems = result["systems"]
-    add_figures(result)
-    ours = systems["bytesched-horovod"]["figures"]
-    assert opponents("bytesched-horovod", systems) == ("horovod", "horovod:fusion-mb=9")
-    assert ours["speedup_over_plain"] == pytest.approx((200 / 120 + 240 / 112) / 2)
-    assert ours["speedup_over_best"] == pytest.approx((160 / 120 + 168 / 112) / 2)
-    assert ours["share_of_possible_gain"] == pytest.approx(48 / 44)
-    assert "share_of_possible_gain" not in systems["horovod:fusion-mb=4"]["figures"]
-    assert systems["bytesched"]["figures"]["speedup_over_plain"] == 2
-    assert systems["bytesched"]["figures"]["speedup_over_best"] == pytest.approx(140 / 150)
-    assert "speedup_over_best" not in figures_of("bytesched", "ddp")
-    text = table(result)
-    assert "vs best: the same for ddp-best or horovod:fusion-mb=9" in text
-    assert max(map(len, text.splitlines())) <= 160

@@ -1,22 +1,24 @@
-"""The bench: what it refuses, its figures, its emulated compute."""
+"""The bench: what it refuses, its profiles, its emulated compute."""
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from bench_results import bench_result
 from tiny import TINY
 from torch import nn
 
 import bytesched.bench.systems
-from bytesched.bench.profile import Profile, load_profile, parse_profile, shipped_profiles
+from bytesched.bench.profile import (
+    Profile,
+    load_profile,
+    parse_profile,
+    save_profiles,
+    shipped_profiles,
+)
 from bytesched.bench.systems import System, check_systems, ddp_arguments, parse_systems
-from bytesched.bench.table import add_figures, table
-from bytesched.commands import bench as bench
 from bytesched.errors import ConfigError
 from bytesched.plugins.bench.workloads import emulated as emulate
 from bytesched.plugins.bench.workloads.compute import measure_compute, record_profile
@@ -25,11 +27,6 @@ from bytesched.plugins.bench.workloads.models import REAL, Workload, emulated, n
 
 def changed_layer(**fields: object) -> dict[str, Any]:
     return {"layers": [{"forward_ms": 1, "backward_ms": 1, "shapes": [[2]]} | fields]}
-
-
-def test_a_wrong_rate_is_refused() -> None:
-    with pytest.raises(ConfigError, match="for example 1gbit"):
-        bench.main(["--lab", "2", "--rate", "fast", "--emulate", "gpt"])
 
 
 def test_systems_and_their_options() -> None:
@@ -72,7 +69,7 @@ def test_shipped_profiles(name: str) -> None:
 def test_a_profile_survives_being_saved(recorded: dict[str, int], tmp_path: Path) -> None:
     profile = parse_profile(TINY | recorded, "tiny")
     path = str(tmp_path / "saved.json")
-    profile.save(path)
+    save_profiles([profile], path)
     assert load_profile(path) == profile
 
 
@@ -98,12 +95,10 @@ def test_a_wrong_profile_is_refused(content: object, message: str) -> None:
 
 
 class Clock:
-    """Time that passes only when slept or told."""
+    """Time that passes only when slept or told, at whose pace layers compute."""
 
-    def __init__(self, oversleep_s: float) -> None:
-        self.now_s = 100.0
-        self.cpu_s = 5.0
-        self.oversleep_s = oversleep_s
+    def __init__(self) -> None:
+        self.now_s, self.cpu_s, self.oversleep_s = 100.0, 5.0, 0.0
 
     def perf_counter(self) -> float:
         return self.now_s
@@ -118,49 +113,46 @@ class Clock:
         self.now_s += duration_s
         self.cpu_s += duration_s
 
-
-def test_pace_keeps_the_sum_although_sleep_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock(oversleep_s=0.0004)
-    monkeypatch.setattr(emulate, "time", clock)
-    pace = emulate.Pace()
-    for _ in range(50):
+    def layer(self, pace: emulate.Pace, duration_s: float, work_s: float = 0.0) -> float:
+        """How long one takes."""
+        began_s = self.now_s
         pace.start()
-        clock.work(0.0002)
-        pace.finish(0.002)
-    assert clock.now_s == pytest.approx(100.0 + 50 * 0.002 + clock.oversleep_s)
+        self.work(work_s)
+        pace.finish(duration_s)
+        return self.now_s - began_s
 
 
-def test_pace_counts_the_host_between_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock(oversleep_s=0.0)
-    monkeypatch.setattr(emulate, "time", clock)
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(emulate, "time", made)
+    return made
+
+
+def test_pace_keeps_the_sum_although_sleep_is_late(clock: Clock) -> None:
+    clock.oversleep_s = 0.0004
     pace = emulate.Pace()
-    pace.start()
-    pace.finish(0.01)
+    took_s = sum(clock.layer(pace, 0.002, work_s=0.0002) for _ in range(50))
+    assert took_s == pytest.approx(50 * 0.002 + clock.oversleep_s)
+
+
+def test_pace_counts_the_host_between_layers(clock: Clock) -> None:
+    pace = emulate.Pace()
+    assert clock.layer(pace, 0.01) == pytest.approx(0.01)
     clock.work(0.003)
-    pace.start()
-    pace.finish(0.01)
-    assert clock.now_s == pytest.approx(100.0 + 0.023)
+    assert clock.layer(pace, 0.01) == pytest.approx(0.01)
     # A wait hides what the host is behind, here too.
     clock.work(0.003)
     clock.now_s += 0.5
-    waited_until_s = clock.now_s
-    pace.start()
-    pace.finish(0.01)
-    assert clock.now_s == pytest.approx(waited_until_s + 0.01)
+    assert clock.layer(pace, 0.01) == pytest.approx(0.01)
 
 
-def test_pace_forgets_lateness_that_a_wait_has_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock(oversleep_s=0.001)
-    monkeypatch.setattr(emulate, "time", clock)
-    pace = emulate.Pace()
-    pace.start()
-    pace.finish(0.01)
+def test_pace_forgets_lateness_that_a_wait_has_hidden(clock: Clock) -> None:
+    pace, clock.oversleep_s = emulate.Pace(), 0.001
+    clock.layer(pace, 0.01)
     clock.now_s += 0.5
-    blocked_until_s = clock.now_s
     clock.oversleep_s = 0.0
-    pace.start()
-    pace.finish(0.01)
-    assert clock.now_s == pytest.approx(blocked_until_s + 0.01)
+    assert clock.layer(pace, 0.01) == pytest.approx(0.01)
 
 
 def gradients_of(
@@ -226,7 +218,7 @@ class Unused(nn.Module):
 def test_compute_times_of_a_chain_and_its_profile() -> None:
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4), Unused())
     workload = Workload(model, lambda module, seed: module(torch.full((2, 4), float(seed))).sum())
-    times = measure_compute(workload, 3, float, None)  # type: ignore[arg-type]
+    times = measure_compute(workload, 3, float)  # type: ignore[arg-type]
     work = times.work()
     assert [gradient.nbytes for gradient in work] == [128, 32, 128, 16, 64, 16]
     assert all(0 <= gradient.release_s <= times.backward_s for gradient in work)
@@ -239,73 +231,3 @@ def test_compute_times_of_a_chain_and_its_profile() -> None:
     # Of one sample of two, in float32: what the next layer reads.
     assert profile.batch == 2
     assert [layer.output_bytes for layer in profile.layers] == [32, 16, 0]
-
-
-def a_result() -> dict[str, Any]:
-    times_ms = {"ddp": (200, 220), "ddp-best": (160, 176), "bytesched": (128, 144)}
-    result = bench_result(times_ms | {"fsdp2": (240, 264)})
-    for turn in result["systems"]["fsdp2"]["rounds"]:
-        turn["losses"] = [[3.0, 2.0002], [3.5, 2.5]]
-    return result
-
-
-def test_figures_compare_within_rounds() -> None:
-    result = a_result()
-    add_figures(result)
-    ours = result["systems"]["bytesched"]["figures"]
-    assert ours["iteration_ms"] == 136
-    assert ours["to_optimum"] == pytest.approx(136 / 120)
-    assert ours["speedup_over_plain"] == pytest.approx((200 / 128 + 220 / 144) / 2)
-    assert ours["share_of_possible_gain"] == pytest.approx(32 / (168 - 120))
-    assert ours["bus_mb_per_s"] == pytest.approx(10 / 0.136)
-    assert "share_of_possible_gain" not in result["systems"]["ddp"]["figures"]
-    assert result["compute"]["communication_to_compute"] == 1.25
-
-
-def test_time_that_the_host_withheld_is_told() -> None:
-    result = a_result() | {"stolen_share": 0.124}
-    add_figures(result)
-    assert "12% of the time in which the cores had work was withheld" in table(result)
-    result["stolen_share"] = 0.01
-    assert "withheld" not in table(result)
-
-
-def test_sharded_updates_are_compared_with_the_best_of_their_kind() -> None:
-    result = a_result()
-    result["systems"]["bytesched:policy=fifo+shard=yes"] = copy.deepcopy(
-        result["systems"]["bytesched"]
-    )
-    for system in result["systems"].values():
-        system["rounds"][-1]["stats"] = {
-            "mode": "cross",
-            "order": "planned",
-            "partition_bytes": 1e6,
-            "credit_bytes": 1e6,
-            "barrier_crossed_pct": 50.0,
-            "exposed_comm_ms": 1.0,
-        }
-    add_figures(result)
-    (line,) = (line for line in table(result).splitlines() if "sharded update" in line)
-    assert line.startswith("bytesched:policy=fifo+shard=yes: mode cross")
-    assert line.endswith(", 1.000 x T* of a sharded update")
-
-
-def test_a_bench_that_was_stopped_has_a_table() -> None:
-    result = a_result()
-    for system in ("ddp-best", "fsdp2"):
-        del result["systems"][system]
-    result["systems"]["ddp"]["rounds"].pop()
-    add_figures(result)
-    ours = result["systems"]["bytesched"]["figures"]
-    assert ours["speedup_over_plain"] == pytest.approx(200 / 128)
-    assert "bytesched" in table(result)
-
-
-def test_the_table_says_whether_the_losses_agree() -> None:
-    result = a_result()
-    result["systems"]["bytesched"]["rounds"][1]["weights"] = ["a", "b"]
-    add_figures(result)
-    lines = {line.split()[0]: line for line in table(result).splitlines() if line}
-    assert lines["ddp-best"].endswith("identical")
-    assert lines["bytesched"].endswith("equal, weights not")
-    assert lines["fsdp2"].endswith("differ by 1.0e-04")
