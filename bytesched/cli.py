@@ -13,12 +13,12 @@ from typing import NamedTuple
 import bytesched
 from bytesched import log
 from bytesched.environment import rank_view
-from bytesched.errors import BytesschedError
+from bytesched.errors import BytesschedError, ConfigError
 from bytesched.parser import CommandParser
 from bytesched.values import nearest
 
-INTERRUPTED = 130
-PIPE_CLOSED = 141
+#: as a shell has it of a command that a signal ended
+INTERRUPTED, PIPE_CLOSED = 130, 141
 
 
 class Command(NamedTuple):
@@ -38,7 +38,6 @@ COMMANDS = {
         "bytesched.commands.bench", "measure DDP, FSDP2 and bytesched in turn on the same work"
     ),
     "sim": Command("bytesched.commands.sim", "predict the gain on a cluster that is not here"),
-    "tune": Command("bytesched.commands.tune", "show or forget the sizes that trainings found"),
     "burst": Command("bytesched.commands.burst", "plan how many devices each layer gets"),
     "pipeline": Command(
         "bytesched.commands.pipeline", "find an order of work for pipeline parallelism"
@@ -49,19 +48,20 @@ COMMANDS = {
     ),
 }
 
-#: commands that there were, and where what they found is
-_GONE = {"wave": "what it measured is in the notes on waves"}
-#: Names of earlier versions, and what replaced them.
+_TIMELINE = "bytesched report DIR|FILE -o OUT.json, for ui.perfetto.dev"
+_TUNINGS = "bytesched report FILE prints one; to forget it, remove it"
+#: names of earlier versions, and what there is in place of each
 REPLACED = {
-    "trace": "report DIR|FILE...",
-    "trace merge": "report DIR|FILE... -o OUT.json",
-    "trace summary": "report DIR|FILE...",
-    "report bench": "report RESULT.json... -o OUT.png",
-    "report graph": "report TRACE.json...",
-    "report iteration": "report BEFORE AFTER -o OUT.png",
-    "report timeline": "report DIR|FILE -o OUT.png",
-    "report tuning": "report TUNING.json",
-    "burst timeline": "report DIR|FILE -o OUT.png",
+    "trace": "bytesched report DIR|FILE...",
+    "trace merge": "bytesched report DIR|FILE... -o OUT.json",
+    "report bench": "bytesched report RESULT.json... -o OUT.png",
+    "report graph": "bytesched report TRACE.json...",
+    "report iteration": "bytesched report BEFORE AFTER -o OUT.png",
+    "report timeline": _TIMELINE,
+    "report tuning": "bytesched report TUNING.json",
+    "burst timeline": _TIMELINE,
+    "tune": f"bytesched run --tune 1 tunes; tunings are in ~/.cache/bytesched/tuning: {_TUNINGS}",
+    "wave": "what it measured is in the notes on waves",
 }
 
 
@@ -75,12 +75,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     name, rest = arguments[0], arguments[1:]
     if name.startswith("-"):
         parser.parse_args([name])
-    if name in _GONE:
-        parser.error(f"the command {name!r} is gone: {_GONE[name]}")
     verb = [word for word in rest[:1] if not Path(word).exists()]
     for old in (" ".join([name, *verb]), name):
         if old in REPLACED:
-            parser.error(f"{old} is now: bytesched {REPLACED[old]}")
+            parser.error(f"{old} is gone: {REPLACED[old]}")
     if name not in COMMANDS:
         parser.error(f"there is no command {name!r}{nearest(name, COMMANDS)}")
     log.show("WARNING", rank_view().rank)
@@ -88,17 +86,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     if COMMANDS[name].runs_user_code:
         return int(command(rest))
     try:
-        code: int = command(rest)
-    except BytesschedError as error:
-        print(f"bytesched {name}: {error}", file=sys.stderr)
-        return 1
+        return int(command(rest))
+    except ConfigError as error:
+        CommandParser(prog=f"bytesched {name}").error(str(error))
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
         # The reader, such as head, has enough: what is still buffered must not raise at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return PIPE_CLOSED
-    return code
+    except (BytesschedError, OSError) as error:
+        print(f"bytesched {name}: {error}", file=sys.stderr)
+        return 1
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -117,7 +116,6 @@ def _parser() -> argparse.ArgumentParser:
                 "  optimizer = bytesched.wrap(optimizer, model)",
             )
         ),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"bytesched {bytesched.__version__}")
     return parser

@@ -27,7 +27,6 @@ from bytesched.values import (
     parse_optional_flag,
     parse_path,
     parse_size,
-    parse_text,
     parse_timeout,
     shown,
     whole_number,
@@ -70,7 +69,6 @@ class ConfigFields(TypedDict, total=False):
     figures: str
     tune: bool
     tune_steps: int
-    tune_space: str
     tune_file: str
     log_level: str
 
@@ -134,9 +132,6 @@ class Config:
     """Look for the fastest sizes during training, and remember them for this cluster."""
     tune_steps: int = _field(150, whole_number(LEAST_TUNE_STEPS, 10**6))
     """Most steps of one search; a new one starts when the cluster has changed for good."""
-    tune_space: str = _field("", parse_text)
-    """Where to look, such as `partition_bytes=64KiB..4MiB credit_bytes=..16MiB`; empty: around the
-    sizes that suit the link."""
     tune_file: str = _field("", parse_path)
     """File that remembers the result; empty: one per cluster, in the user's cache folder."""
     log_level: str = _field("INFO", one_of("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"))
@@ -264,6 +259,8 @@ def variable(name: str) -> str:
 
 
 def _checked(name: str, value: object, origin: str = "code") -> Any:
+    if name in _GONE:
+        raise ConfigError(f"{name} = {shown(value)} ({origin}) is gone: {_GONE[name]}")
     if name not in FIELDS:
         raise ConfigError(f"there is no field {shown(name)} ({origin}){nearest(name, FIELDS)}")
     try:
@@ -277,14 +274,18 @@ def _origin_of_variable(name: str) -> str:
 
 
 #: of earlier versions
-_GONE: Final = {"BYTESCHED_ORDER": "all ranks keep to one planned order; unset it"}
+_GONE: Final = {
+    "order": "all ranks keep to one planned order; leave it out",
+    "tune_space": "set partition_bytes or credit_bytes, and the other is looked for",
+}
 
 
 def _refuse_unknown_variables() -> None:
     known = [variable(name) for name in FIELDS]
     for name, text in own_variables().items():
-        if name in _GONE:
-            raise ConfigError(f"{name} = {shown(text)} (environment) is gone: {_GONE[name]}")
+        field = name.removeprefix(PREFIX).lower()
+        if field in _GONE:
+            _checked(field, text, "environment")
         if name not in known:
             raise ConfigError(
                 f"there is no field for {name} = {shown(text)} (environment){nearest(name, known)}"

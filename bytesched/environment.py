@@ -22,7 +22,6 @@ __all__ = [
     "horovod_number",
     "horovod_variable",
     "is_horovod_elastic",
-    "is_horovod_number",
     "mxnet_engine",
     "mxnet_hosts",
     "own_variables",
@@ -142,12 +141,6 @@ def horovod_number(name: str, default: float) -> float:
         return default
     found = _NUMBER.match(text)
     return float(found.group()) if found else 0.0
-
-
-def is_horovod_number(name: str) -> bool:
-    """Return whether the whole of `HOROVOD_<name>` is a number, or nothing."""
-    text = horovod_variable(name)
-    return not text or _NUMBER.fullmatch(text.rstrip()) is not None
 
 
 def horovod_cache_capacity() -> int:

@@ -14,7 +14,7 @@ from typing import BinaryIO
 
 __all__ = ["locked", "read_text", "replacing", "write_text"]
 
-_LOOKS_EVERY_S = 0.02
+_LOOKS_EVERY_S = 0.0002
 
 _NEW = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -77,13 +77,8 @@ def read_text(path: Path) -> str:
 
 
 @contextmanager
-def locked(
-    path: Path, timeout_s: float, *, looks_every_s: float = _LOOKS_EVERY_S
-) -> Iterator[None]:
+def locked(path: Path, timeout_s: float) -> Iterator[None]:
     """Holds the file ``path``, which stays behind, empty: one process or thread at a time does.
-
-    Args:
-        looks_every_s: how long it sleeps between two attempts.
 
     Raises ``TimeoutError`` if another one does not let go, ``OSError`` if it cannot be opened, as
     a link cannot.
@@ -95,7 +90,7 @@ def locked(
         while not _is_taken(descriptor):
             if time.monotonic() > deadline_s:
                 raise TimeoutError(errno.ETIMEDOUT, f"held for {timeout_s:g} s", str(path))
-            time.sleep(looks_every_s)
+            time.sleep(_LOOKS_EVERY_S)
         yield
     finally:
         os.close(descriptor)

@@ -26,6 +26,13 @@ class Option(NamedTuple):
     help: str
 
 
+class _Formatter(argparse.HelpFormatter):
+    """Keeps lines of a text that has several, and fills those of others."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return text if "\n" in text else super()._fill_text(text, width, indent)
+
+
 class CommandParser(argparse.ArgumentParser):
     """A parser that shows all of its options for ``--help`` alone.
 
@@ -34,6 +41,7 @@ class CommandParser(argparse.ArgumentParser):
     """
 
     def __init__(self, *args: Any, replaced: Mapping[str, str] | None = None, **kwargs: Any):
+        kwargs.setdefault("formatter_class", _Formatter)
         super().__init__(*args, **kwargs)
         self._replaced = replaced or {}
 
@@ -41,6 +49,29 @@ class CommandParser(argparse.ArgumentParser):
         """Adds options with a value."""
         for flag, metavar, read, default, line in options:
             self.add_argument(flag, metavar=metavar, type=read, default=default, help=line)
+
+    def add_outputs(self, **written: str) -> None:
+        """Adds ``-o``, which may be repeated: pairs of an ending, and of a file to be written.
+
+        Args:
+            written: by the ending, what such a file holds.
+        """
+
+        def read(text: str) -> tuple[str, str]:
+            ending = Path(text).suffix[1:]
+            if ending not in written:
+                raise argparse.ArgumentTypeError(f"{text}: expected .{' or .'.join(written)}")
+            return ending, writable_file(text)
+
+        kinds = "; ".join(f".{ending}: {what}" for ending, what in written.items())
+        self.add_argument(
+            *("-o", "--output"),
+            metavar="FILE",
+            type=read,
+            action="append",
+            default=[],
+            help=f"write a file; may be repeated. {kinds}",
+        )
 
     def error(self, message: str) -> NoReturn:
         """Ends the process with 2; says what is wrong in one line."""

@@ -120,11 +120,6 @@ class RunFacts:
     #: the same after each change
     changed_steps: int
 
-    @property
-    def world_size(self) -> int:
-        """The number of ranks."""
-        return sum(self.ranks_per_host)
-
 
 @dataclass(frozen=True, slots=True)
 class Steps:

@@ -144,13 +144,6 @@ def parse_path(value: object) -> str:
     raise ValueError("not a path")
 
 
-def parse_text(value: object) -> str:
-    """Return text, possibly empty, that is looked at later."""
-    if isinstance(value, str):
-        return value.strip()
-    raise ValueError("not a text")
-
-
 def whole_number(least: int, most: int) -> Callable[[object], int]:
     """Return a parser that takes whole numbers from `least` to `most`."""
 

@@ -1,6 +1,6 @@
 """A small GPT in a pipeline of two ranks, on the Python sources of the standard library.
 
-bytesched pipeline plan --profile gpt --ranks 2 --split-backward --csv order.csv
+bytesched pipeline plan --profile gpt --ranks 2 --split-backward -o order.csv
 torchrun --nproc-per-node 4 examples/pipeline_gpt.py --order order.csv  # two replicas
 torchrun --nproc-per-node 4 examples/pipeline_gpt.py                    # torch's own ZB-V
 torchrun --nproc-per-node 4 examples/pipeline_gpt.py --plain            # no wrap: the same losses

@@ -17,7 +17,7 @@ from .planned.bundles import Slot
 #: fields of the configuration that must be the same everywhere
 _SHARED_FIELDS = """
     policy partition_bytes credit_bytes compression cross_barrier guard split hierarchy shard tune
-    tune_steps tune_space
+    tune_steps
 """
 
 

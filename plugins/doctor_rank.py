@@ -1,29 +1,25 @@
 """What `bytesched doctor` runs in processes of its own, so that nothing there can hang or kill it.
 
-A command prints one JSON object: `backends`; `horovod`; `loopback` or `training` with
-`<rank> <store file> <timeout s>`. A rank of Horovod writes it, since a launcher adds to what is
-printed: `horovod-ranks <folder> <timeout s>`.
+A command prints one JSON object: `backends`; `loopback` or `training` with
+`<rank> <store file> <timeout s>`.
 """
 
 from __future__ import annotations
 
 import datetime
-import faulthandler
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import AdamW, Optimizer
+from torch.optim import AdamW
 
 import bytesched
-
-Distributed = Callable[[nn.Module], tuple[nn.Module, Optimizer]]
 
 WORLD_SIZE = 2
 SMALL_BYTES = 4
@@ -45,50 +41,22 @@ def backends() -> dict[str, object]:
     }
 
 
-def horovod() -> dict[str, bool]:
-    """Return what this build of Horovod can communicate with."""
-    import horovod.torch as hvd
-
-    return {
-        "gloo": hvd.gloo_built(),
-        "mpi": hvd.mpi_built(),
-        "nccl": hvd.nccl_built() > 0,
-        "ddl": hvd.ddl_built(),
-        "ccl": hvd.ccl_built(),
-    }
-
-
-def horovod_ranks(folder: Path, timeout_s: float) -> None:
-    """Write what `loopback` and `training` return on two Horovod ranks into `folder`."""
-    import horovod.torch as hvd
-
-    # A launcher that is killed may leave its ranks behind.
-    faulthandler.dump_traceback_later(timeout_s, exit=True)
-    hvd.init()
-    answer = {
-        **loopback(hvd.rank(), lambda tensor: hvd.allreduce_(tensor, op=hvd.Sum)),
-        **training(hvd.rank(), timeout_s, _with_horovod),
-    }
-    (folder / f"rank{hvd.rank()}.json").write_text(json.dumps(answer))
-    hvd.shutdown()
-
-
-def loopback(rank: int, all_reduce: Callable[[torch.Tensor], object]) -> dict[str, object]:
+def loopback(rank: int) -> dict[str, object]:
     """Return the time in ms of a small and a large all-reduce between two processes.
 
     Raises `ArithmeticError` when a sum is wrong.
     """
     return {
-        "small_ms": _all_reduce_ms(rank, SMALL_BYTES, all_reduce),
-        "large_ms": _all_reduce_ms(rank, LARGE_BYTES, all_reduce),
+        "small_ms": _all_reduce_ms(rank, SMALL_BYTES),
+        "large_ms": _all_reduce_ms(rank, LARGE_BYTES),
         "large_bytes": LARGE_BYTES,
     }
 
 
-def training(rank: int, timeout_s: float, distributed: Distributed) -> dict[str, object]:
+def training(rank: int, timeout_s: float) -> dict[str, object]:
     """Return whether a few steps with bytesched equal those without, and how it ran."""
-    plain, _ = _trained(rank, timeout_s, distributed, wrapped=False)
-    ours, figures = _trained(rank, timeout_s, distributed, wrapped=True)
+    plain, _ = _trained(rank, timeout_s, wrapped=False)
+    ours, figures = _trained(rank, timeout_s, wrapped=True)
     return {
         "steps": STEPS,
         "equal": all(map(torch.equal, plain, ours)),
@@ -97,24 +65,13 @@ def training(rank: int, timeout_s: float, distributed: Distributed) -> dict[str,
     }
 
 
-def _with_ddp(module: nn.Module) -> tuple[nn.Module, Optimizer]:
-    model = DistributedDataParallel(module)
-    return model, AdamW(model.parameters())
-
-
-def _with_horovod(module: nn.Module) -> tuple[nn.Module, Optimizer]:
-    import horovod.torch as hvd
-
-    optimizer = AdamW(module.parameters())
-    return module, hvd.DistributedOptimizer(optimizer, named_parameters=module.named_parameters())
-
-
 def _trained(
-    rank: int, timeout_s: float, distributed: Distributed, *, wrapped: bool
+    rank: int, timeout_s: float, *, wrapped: bool
 ) -> tuple[list[torch.Tensor], dict[str, int | float | str]]:
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 64), nn.Linear(64, 8))
-    model, optimizer = distributed(module)
+    model = DistributedDataParallel(module)
+    optimizer = AdamW(model.parameters())
     bytesched.wrap(
         optimizer,
         model,
@@ -135,14 +92,12 @@ def _trained(
     return [parameter.detach().clone() for parameter in model.parameters()], figures
 
 
-def _all_reduce_ms(
-    rank: int, size_bytes: int, all_reduce: Callable[[torch.Tensor], object]
-) -> float:
+def _all_reduce_ms(rank: int, size_bytes: int) -> float:
     best_ms = float("inf")
     for _ in range(ROUNDS):
         tensor = torch.full((size_bytes // 4,), rank + 1, dtype=torch.float32)
         start_ns = time.perf_counter_ns()
-        all_reduce(tensor)
+        dist.all_reduce(tensor)
         best_ms = min(best_ms, (time.perf_counter_ns() - start_ns) / 1e6)
         expected = sum(range(1, WORLD_SIZE + 1))
         if not bool((tensor == expected).all()):
@@ -152,11 +107,8 @@ def _all_reduce_ms(
 
 def main(argv: Sequence[str]) -> int:
     """Run one command and return 0; a failure leaves as its own traceback."""
-    if argv[0] in ("backends", "horovod"):
-        print(json.dumps(backends() if argv[0] == "backends" else horovod()))
-        return 0
-    if argv[0] == "horovod-ranks":
-        horovod_ranks(Path(argv[1]), float(argv[2]))
+    if argv[0] == "backends":
+        print(json.dumps(backends()))
         return 0
     command, rank, store, timeout_s = argv[0], int(argv[1]), Path(argv[2]), float(argv[3])
     dist.init_process_group(
@@ -167,10 +119,7 @@ def main(argv: Sequence[str]) -> int:
         timeout=datetime.timedelta(seconds=timeout_s),
     )
     try:
-        if command == "loopback":
-            answer = loopback(rank, dist.all_reduce)
-        else:
-            answer = training(rank, timeout_s, _with_ddp)
+        answer = loopback(rank) if command == "loopback" else training(rank, timeout_s)
     finally:
         dist.destroy_process_group()
     print(json.dumps(answer))

@@ -41,24 +41,21 @@ class Pace:
 
     #: of one tuning, from the first turn until something is adopted; never exceeded
     budget: int = 150
-    #: dropped after the model was wrapped; after a change of sizes; where those of the turn before
-    #: stay; after scheduling went off or on
+    #: dropped after the model was wrapped, and after a change of sizes
     first_drop: int = 2
     drop: int = 1
-    same_drop: int = 1
-    off_drop: int = 2
-    #: samples of the untuned setting, of a candidate, and more of one that is not clearly worse
-    baseline: int = 6
-    least: int = 2
-    more: int = 3
-    #: samples of each finalist in a round of the guard, and how many rounds
-    guard: int = 3
-    least_rounds: int = 3
-    most_rounds: int = 6
-    #: between two looks at the drift
-    watch: int = 100
     #: seconds from one tuning that drift asked for to the next
     retune_every_s: float = 900.0
+
+
+#: steps dropped where the sizes of the turn before stay, and after scheduling went off or on
+SAME_DROP, _OFF_DROP = 1, 2
+#: samples of the untuned setting, of a candidate, and more of one that is not clearly worse
+_BASELINE, _LEAST, _MORE = 6, 2, 3
+#: samples of each finalist in a round of the guard, and how many rounds
+_SAMPLES, _LEAST_ROUNDS, _MOST_ROUNDS = 3, 3, 6
+#: steps between two looks at the drift
+_WATCH = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +134,6 @@ class Controller:
         self._known_step_s = known_step_s
         #: under what was adopted, as this run has measured it
         self._step_s = math.nan
-        self._bytes_per_s = math.nan
         self._noise = 0.0
         self._retuned_s = -math.inf
         #: steps of the tuning under way, or of the last one
@@ -148,9 +144,8 @@ class Controller:
         #: what to run now
         self.turn = next(self._life)
 
-    def observe(self, durations_s: Sequence[float], bytes_per_s: float = math.nan) -> Turn:
-        """The turn was run; `bytes_per_s` is what the link carried meanwhile. The next turn."""
-        self._bytes_per_s = bytes_per_s
+    def observe(self, durations_s: Sequence[float]) -> Turn:
+        """The turn was run. The next turn."""
         self.steps += len(durations_s)
         before = self.turn.setting
         self.turn = self._life.send(tuple(durations_s[self.turn.dropped :]))
@@ -160,16 +155,10 @@ class Controller:
     @property
     def more_trials(self) -> int:
         """About how many candidates there is time for."""
-        left = self.pace.budget - self.guard_steps - self.steps
-        trial = self.pace.drop + self.pace.least + self.pace.same_drop + self.pace.more
-        return max(0, left // trial)
-
-    @property
-    def guard_steps(self) -> int:
-        """Steps that are kept for the guard."""
-        enough = self.pace.least_rounds * self._round_steps(self._finalists)
-        least = self._round_steps(1)
-        return max(least, min(enough, int(_GUARDED * self.pace.budget)))
+        enough = _LEAST_ROUNDS * self._round_steps(self._finalists)
+        guard = max(self._round_steps(1), min(enough, int(_GUARDED * self.pace.budget)))
+        left = self.pace.budget - guard - self.steps
+        return max(0, left // (self.pace.drop + _LEAST + SAME_DROP + _MORE))
 
     # -- phases ------------------------------------------------------------------------
 
@@ -188,7 +177,7 @@ class Controller:
     def _search_and_guard(self) -> _Running[bool]:
         """Adopts a setting; whether the cluster seems to have changed meanwhile."""
         self.steps = 0
-        baseline_s = yield from self._measure(self._untuned, self.pace.baseline, "baseline")
+        baseline_s = yield from self._measure(self._untuned, _BASELINE, "baseline")
         self._noise = spread(self._samples_s)
         search = self._search(self.adopted)
         costs = {self._untuned: baseline_s}
@@ -215,13 +204,13 @@ class Controller:
 
     def _try(self, setting: Setting, best_s: float) -> _Running[float]:
         """One candidate; more steps are only spent on it if it may be among the best."""
-        step_s = yield from self._measure(setting, self.pace.least, "search")
+        step_s = yield from self._measure(setting, _LEAST, "search")
         samples_s = self._samples_s
         # Where steps differ by themselves, a few late ones show less.
         worse = 1 + max(_CUT, _DEVIATIONS * self._noise)
         cut = min(samples_s, default=math.inf) > worse * best_s
         if not cut:
-            yield from self._measure(setting, self.pace.more, "search")
+            yield from self._measure(setting, _MORE, "search")
             samples_s += self._samples_s
             step_s = typical_s(samples_s)
         self._report(_trial(setting, "search", samples_s, cut=cut))
@@ -232,15 +221,15 @@ class Controller:
         tried = sorted((s for s in costs if s != self._untuned), key=lambda s: costs[s])
         others = [self._off] if self._off is not None else []
         guard = Guard([self._untuned, *tried[: self._finalists], *others])
-        while len(guard) < self.pace.most_rounds:
+        while len(guard) < _MOST_ROUNDS:
             turns = guard.turns()
             if len(turns) < 2 or self.steps + self._steps_of(turns) > self.pace.budget:
                 break
-            if len(guard) >= self.pace.least_rounds and guard.is_certain():
+            if len(guard) >= _LEAST_ROUNDS and guard.is_certain():
                 break
             steps_s = {}
             for setting in turns:
-                steps_s[setting] = yield from self._measure(setting, self.pace.guard, "guard")
+                steps_s[setting] = yield from self._measure(setting, _SAMPLES, "guard")
                 self._report(_trial(setting, "guard", self._samples_s))
             guard.add(steps_s)
         self.adopted = guard.chosen()
@@ -256,8 +245,8 @@ class Controller:
         drift = Drift(self._step_s, remembered_s=self._known_step_s)
         told = False
         while True:
-            yield from self._measure(self.adopted, self.pace.watch, "watch")
-            what = drift.observe(self._samples_s, self._bytes_per_s)
+            yield from self._measure(self.adopted, _WATCH, "watch")
+            what = drift.observe(self._samples_s)
             if what and self._may_retune(what, quietly=told):
                 return
             told = told or bool(what)
@@ -283,35 +272,35 @@ class Controller:
         """What a round of the guard takes, if it begins now."""
         steps, before = 0, self._before
         for setting in turns:
-            steps += self._dropped(before, setting) + self.pace.guard
+            steps += self._dropped(before, setting) + _SAMPLES
             before = setting
         return steps
 
     def _dropped(self, before: Setting | None, setting: Setting) -> int:
         """Steps of a turn under `setting` that do not count, after one under `before`."""
-        pace = self.pace
         if before is None:
-            return pace.first_drop
+            return self.pace.first_drop
         if before == setting:
-            return pace.same_drop
-        if setting.enabled is not before.enabled:
-            return max(pace.drop, pace.off_drop)
-        return pace.drop
+            return SAME_DROP
+        return self.pace.drop if setting.enabled is before.enabled else self._off_drop
+
+    @property
+    def _off_drop(self) -> int:
+        return max(self.pace.drop, _OFF_DROP)
 
     @property
     def _finalists(self) -> int:
         """How many candidates the guard takes."""
-        enough = 2 * self.pace.least_rounds * self._round_steps(2)
+        enough = 2 * _LEAST_ROUNDS * self._round_steps(2)
         return 2 if self.pace.budget >= enough else 1
 
     def _round_steps(self, candidates: int) -> int:
         drop = self.pace.drop
-        steps = (1 + candidates) * (drop + self.pace.guard)
+        steps = (1 + candidates) * (drop + _SAMPLES)
         if self._off is None:
             return steps
-        off_drop = max(drop, self.pace.off_drop)
         # What comes after it, in this round or the next, begins with as many that do not count.
-        return steps + off_drop + self.pace.guard + off_drop - drop
+        return steps + 2 * self._off_drop + _SAMPLES - drop
 
 
 def _trial(setting: Setting, phase: str, samples_s: Sequence[float], *, cut: bool = False) -> Trial:

@@ -20,10 +20,6 @@ from bytesched.tunable import Setting
 
 FORMAT = "bytesched tuning"
 VERSION = 1
-#: two measurements of one link differ by less
-_SAME_BANDWIDTH = 1.6
-_SAME_OVERHEAD = 4.0
-_NO_OVERHEAD_S = 1e-3
 #: above any number that a file may hold
 _LARGEST = 1e18
 #: what is null in a file, and NaN here, where nothing was measured
@@ -51,28 +47,9 @@ class Fingerprint:
 
     @property
     def name(self) -> str:
-        """A file name that differs where the fingerprint does, but for the link."""
-        parts = json.dumps([str(value) for value in self._case()])
+        """A file name that differs where more does than the link, which never measures alike."""
+        parts = json.dumps([str(value) for value in astuple(self)[:-2]])
         return hashlib.sha256(parts.encode()).hexdigest()[:16]
-
-    def is_same(self, other: Fingerprint) -> bool:
-        """Whether what holds for `other` holds here."""
-        low_s, high_s = sorted((self.overhead_s, other.overhead_s))
-        alike = high_s <= _SAME_OVERHEAD * low_s or high_s <= _NO_OVERHEAD_S
-        return self.is_same_case(other) and self.ratio_of_rates(other) <= _SAME_BANDWIDTH and alike
-
-    def is_same_case(self, other: Fingerprint) -> bool:
-        """Whether no more than the link, as it was measured, differs."""
-        return self._case() == other._case()
-
-    def ratio_of_rates(self, other: Fingerprint) -> float:
-        """How many times as fast the faster one of the two links is."""
-        slow, fast = sorted((self.bytes_per_s, other.bytes_per_s))
-        return fast / slow
-
-    def _case(self) -> tuple[object, ...]:
-        """All but the link."""
-        return astuple(self)[:-2]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,10 +71,10 @@ class TuningFile:
 
     fingerprint: Fingerprint
     untuned: Setting
-    #: what was adopted; None while it runs
-    setting: Setting | None
+    #: what was adopted
+    setting: Setting
     trials: tuple[Trial, ...]
-    #: what the tuning took, so far
+    #: what the tuning took
     steps: int
     #: of the settings that took turns at the end, medians
     step_ms: float = math.nan
@@ -107,36 +84,15 @@ class TuningFile:
     saved_at: str = ""
 
     @property
-    def state(self) -> str:
-        """Whether it has come to its end."""
-        return "running" if self.setting is None else "done"
-
-    @property
     def gain_pct(self) -> float:
         """How much less time a step takes than untuned; NaN if that is not known."""
         if not self.untuned_ms:
             return math.nan
         return 100 * (1 - self.step_ms / self.untuned_ms)
 
-    def paste(self) -> str:
-        """The adopted setting as a line for the command line; empty if there is none."""
-        if self.setting is None:
-            return ""
-        if not self.setting.enabled:
-            return "BYTESCHED_ENABLED=0"
-        fields = [
-            f"BYTESCHED_PARTITION_BYTES={self.setting.partition_bytes}",
-            f"BYTESCHED_CREDIT_BYTES={self.setting.credit_bytes}",
-        ]
-        if self.setting.policy != self.untuned.policy:
-            fields.append(f"BYTESCHED_POLICY={self.setting.policy}")
-        return " ".join(fields)
-
     def to_json(self) -> dict[str, Any]:
         """The content as JSON takes it."""
-        head = {"format": FORMAT, "version": VERSION, "state": self.state}
-        content: dict[str, Any] = _rounded(asdict(self))
-        return head | content
+        return {"format": FORMAT, "version": VERSION, **_rounded(asdict(self))}
 
     @classmethod
     def read(cls, path: Path) -> TuningFile:
@@ -155,6 +111,8 @@ class TuningFile:
             raise ValueError("not the memory of a tuning")
         if content.get("version") != VERSION:
             raise ValueError(f"of version {content.get('version')!r}, not {VERSION}")
+        if content.get("setting") is None:
+            raise ValueError("it came to no end")
         # A later one may have written more.
         known = {field.name for field in fields(cls)}
         try:
@@ -162,8 +120,6 @@ class TuningFile:
             tuning = from_json(cls, json.dumps(mine))
         except (ConfigError, RecursionError) as error:
             raise ValueError(str(error)) from None
-        if content.get("state") != tuning.state:
-            raise ValueError(f"state is {content.get('state')!r:.60} with {tuning.setting!r}")
         hosts = tuning.fingerprint.ranks_per_host
         if not (tuning.fingerprint.bytes_per_s and hosts and all(hosts)):
             raise ValueError(f"no cluster has {tuning.fingerprint}")

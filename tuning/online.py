@@ -12,15 +12,14 @@ from typing import ClassVar
 
 from bytesched.config import Config
 from bytesched.errors import ConfigError
-from bytesched.policy import policy_names
 from bytesched.tunable import Decision, RunFacts, Setting, Steps
 from bytesched.version import __version__
 
 from .controller import Controller, Pace, Report
-from .file import Fingerprint, TuningFile
+from .file import Fingerprint
 from .memory import Logbook, Memory
 from .search import Search
-from .space import Limits, Link, fit_probes, seed_bytes, seeded_space
+from .space import Given, Link, fit_probes, seed_bytes, seeded_space
 
 log = logging.getLogger("bytesched")
 
@@ -45,7 +44,7 @@ def find_tuner(config: Config) -> OnlineTuner | None:
         raise ConfigError(
             f"tuning needs {', '.join(missing)}, not installed: pip install 'bytesched[tune]'"
         )
-    return OnlineTuner(Limits.of(config), steps=config.tune_steps, memory=Memory(config.tune_file))
+    return OnlineTuner(Given.of(config), steps=config.tune_steps, memory=Memory(config.tune_file))
 
 
 class OnlineTuner:
@@ -55,7 +54,7 @@ class OnlineTuner:
     next one, and the step of another model may lie in between.
 
     Args:
-        limits: what may be tried.
+        given: what the user has set.
         memory: what is known, and where it is kept.
         steps: the most that one tuning takes.
         now_s: reads the time.
@@ -66,19 +65,17 @@ class OnlineTuner:
 
     def __init__(
         self,
-        limits: Limits,
+        given: Given,
         *,
         memory: Memory,
         steps: int = 150,
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._limits = limits
+        self._given = given
         self._memory = memory
         self._pace = Pace(budget=steps)
         self._now_s = now_s
         self._bytes_per_s = math.nan
-        #: of the untuned setting, when it was measured first
-        self._first_bytes_per_s = math.nan
         #: what is tried first
         self._first: list[Setting] = []
         #: the steps until the next decision are those of a setting that holds, and show nothing
@@ -101,7 +98,7 @@ class OnlineTuner:
         known, known_step_s = self._known(fingerprint)
         self._controller = Controller(
             facts.untuned,
-            can_switch_off="enabled" in facts.knobs,
+            can_switch_off=self._can_switch_off,
             search=self._search_from,
             now_s=self._now_s,
             pace=pace,
@@ -116,7 +113,7 @@ class OnlineTuner:
         self._bytes_per_s = steps.sent_bytes / steps.busy_s if steps.busy_s > 0 else math.nan
         if self._waits:
             return self._decision()
-        self._controller.observe(steps.durations_s, self._bytes_per_s)
+        self._controller.observe(steps.durations_s)
         return self._decision()
 
     def close(self) -> None:
@@ -155,38 +152,25 @@ class OnlineTuner:
         And what a step took under it, NaN if it was never measured.
         """
         same = self._memory.find(fingerprint)
-        if same is not None and self._is_usable(same):
-            setting = _adopted(same)
-            allowed = self._limits.allow(setting)
-            if setting == same.untuned and not self._limits.allow(self._facts.untuned):
-                # What is untuned lies outside of where to look, now as it did then.
-                allowed = self._limits.keep(setting)
-            if allowed and (setting.enabled or self._can_switch_off):
-                log.info("tuning: known cluster, tuned %s: %s", same.saved_at[:10], setting)
+        if same is not None:
+            setting, day = same.setting, same.saved_at[:10]
+            chunks = self._facts.model_bytes // setting.partition_bytes
+            if chunks > _MOST_CHUNKS and not self._given.partition_bytes:
+                why = f"it would cut this model into {chunks} chunks"
+                log.warning("tuning: %s, remembered on %s, is ignored: %s", setting, day, why)
+            elif self._given.allow(setting) and (setting.enabled or self._can_switch_off):
+                log.info("tuning: known cluster, tuned %s: %s", day, setting)
                 return setting, same.step_ms / 1e3
-            self._first.append(setting)
-        space = seeded_space(self._limits, self._facts, self._link)
-        one_chunk = self._facts.model_bytes <= space.limits.partition.low_bytes
+            else:
+                self._first.append(setting)
+        space = seeded_space(self._given, self._facts, self._link)
+        one_chunk = self._facts.model_bytes <= space.low_bytes
         if one_chunk or len(space) == 1:
             why = "the model is one chunk, whatever the sizes" if one_chunk else repr(space)
             log.info("tuning: %s: nothing to tune", why)
             return self._facts.untuned, math.nan
         log.info("tuning: at most %d steps; the link has %s", self._pace.budget, self._link)
         return None, math.nan
-
-    def _is_usable(self, tuning: TuningFile) -> bool:
-        """Whether the setting of a file can be used, which may be from anyone; else it is named."""
-        setting = _adopted(tuning)
-        chunks = self._facts.model_bytes // setting.partition_bytes
-        why = ""
-        if setting.policy not in policy_names():
-            why = "there is no such policy"
-        elif chunks > _MOST_CHUNKS and not self._limits.partition.is_point:
-            why = f"it would cut this model into {chunks} chunks"
-        if why:
-            day = tuning.saved_at[:10]
-            log.warning("tuning: %s, remembered on %s, is ignored: %s", setting, day, why)
-        return not why
 
     @property
     def _can_switch_off(self) -> bool:
@@ -195,36 +179,21 @@ class OnlineTuner:
     def _search_from(self, adopted: Setting | None) -> Search:
         """The search, now that the baseline is measured."""
         link = self._link
-        if adopted is None:
-            self._first_bytes_per_s = self._bytes_per_s
-        elif self._bytes_per_s > 0:
+        if adopted is not None and self._bytes_per_s > 0:
             # Something has drifted since the link was probed.
             link = replace(link, bytes_per_s=self._bytes_per_s)
             assert self._logbook is not None
-            self._logbook.moves_to(_fingerprint(self._facts, self._drifted()))
-        space = seeded_space(self._limits, self._facts, link)
+            self._logbook.fingerprint = _fingerprint(self._facts, link)
+        space = seeded_space(self._given, self._facts, link)
         seed = max(seed_bytes(self._facts, link), space.settings[0].partition_bytes)
         wanted = replace(space.settings[0], partition_bytes=seed, credit_bytes=2 * seed)
         first = [*([adopted] if adopted is not None else []), *self._first, space.nearest(wanted)]
         log.info("tuning: %r", space)
         return Search(space, seed=_SEED, first=first)
 
-    def _drifted(self) -> Link:
-        """The link as probes would find it now: what is carried has changed by as much."""
-        factor = self._bytes_per_s / self._first_bytes_per_s
-        if not factor > 0:
-            return self._link
-        return replace(self._link, bytes_per_s=factor * self._link.bytes_per_s)
-
     def _reported(self, report: Report) -> None:
-        controller = self._controller
         assert self._logbook is not None
-        self._logbook.note(report, steps=controller.steps, more_trials=controller.more_trials)
-
-
-def _adopted(tuning: TuningFile) -> Setting:
-    assert tuning.setting is not None, "a tuning that was found is finished"
-    return tuning.setting
+        self._logbook.note(report, more_trials=self._controller.more_trials)
 
 
 def _fingerprint(facts: RunFacts, link: Link) -> Fingerprint:

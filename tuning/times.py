@@ -133,8 +133,6 @@ _MOVED = 0.12
 _MOVED_DEVIATIONS = 4.0
 #: what was tuned in another run was tuned for another training if a step differs by so much
 _OTHER = 1.5
-#: bandwidth is measured from few bytes at times
-_BANDWIDTH_MOVED = 0.3
 
 
 class Drift:
@@ -151,22 +149,15 @@ class Drift:
     def __init__(self, step_s: float = math.nan, *, remembered_s: float = math.nan) -> None:
         self._step_s = step_s
         self._remembered_s = remembered_s
-        self._bytes_per_s: float | None = None
         self._left_s: list[float] = []
         self._windows: deque[tuple[float, float]] = deque(maxlen=_WINDOWS)
-        self._rates: deque[float] = deque(maxlen=_WINDOWS)
 
-    def observe(self, durations_s: Sequence[float], bytes_per_s: float = math.nan) -> str:
-        """Takes these steps, and what the link did meanwhile. What moved, in words; or nothing."""
+    def observe(self, durations_s: Sequence[float]) -> str:
+        """Takes these steps. What moved, in words; or nothing."""
         self._left_s.extend(durations_s)
         while len(self._left_s) >= WINDOW_STEPS:
             window, self._left_s = self._left_s[:WINDOW_STEPS], self._left_s[WINDOW_STEPS:]
             self._windows.append((typical_s(window), spread(window)))
-        if 0 < bytes_per_s < math.inf:
-            self._rates.append(bytes_per_s)
-        return self._step_time() or self._bandwidth()
-
-    def _step_time(self) -> str:
         latest = list(self._windows)
         if len(latest) < _WINDOWS:
             return ""
@@ -179,26 +170,9 @@ class Drift:
             other = now_s > _OTHER * then_s or now_s < then_s / _OTHER
             return _instead(now_s, then_s) + ", when it was tuned" if other else ""
         by = max(_MOVED, _MOVED_DEVIATIONS * median(deviation for _, deviation in latest))
-        has_moved = _have_moved([step_s for step_s, _ in latest], before_s, by)
+        least_s, most_s = min(latest)[0], max(latest)[0]
+        has_moved = least_s > (1 + by) * before_s or most_s < before_s / (1 + by)
         return _instead(now_s, before_s) if has_moved else ""
-
-    def _bandwidth(self) -> str:
-        latest = list(self._rates)
-        if len(latest) < _WINDOWS:
-            return ""
-        if self._bytes_per_s is None:
-            self._bytes_per_s = median(latest)
-            self._rates.clear()
-            return ""
-        before = self._bytes_per_s
-        if not _have_moved(latest, before, _BANDWIDTH_MOVED):
-            return ""
-        return f"the link carries {median(latest) / 1e6:.4g} MB/s instead of {before / 1e6:.4g}"
-
-
-def _have_moved(latest: Sequence[float], before: float, by: float) -> bool:
-    """Whether all of them have, by such a share and to the same side."""
-    return min(latest) > (1 + by) * before or max(latest) < before / (1 + by)
 
 
 def _instead(now_s: float, before_s: float) -> str:

@@ -15,6 +15,8 @@ from bytesched.errors import ConfigError
 from bytesched.records import from_json
 
 SHIPPED_FOLDER = Path(__file__).parent / "profiles"
+#: of a layer's time that does not shrink with the batch, where only one batch size was measured
+FIXED_SHARE = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,20 +107,16 @@ def shipped_graphs() -> list[str]:
     return profiles_in(SHIPPED_FOLDER)
 
 
-def load_graph(sources: Sequence[str], *, batch: int = 0, fixed_share: float) -> ModelGraph:
+def load_graph(sources: Sequence[str], *, batch: int = 0) -> ModelGraph:
     """The shipped graph of that name, the one in a file, or the one that several files record.
 
     Args:
         sources: one name or file; or several files of `bytesched bench --record`, of one model at
             several batch sizes.
         batch: the global batch to plan for; 0: the largest that was measured.
-        fixed_share: see `curve_from_one`; used where only one batch size was measured, which
-            `assumed` of the graph then names.
 
     Raises `ConfigError` that names what is wrong, and where.
     """
-    if not 0 <= fixed_share < 1:
-        raise ConfigError(f"a fixed share of {fixed_share}: expected at least 0 and less than 1")
     contents = [_read(source) for source in sources]
     model: _Model | None = None
     if "batches" not in contents[0]:
@@ -133,7 +131,7 @@ def load_graph(sources: Sequence[str], *, batch: int = 0, fixed_share: float) ->
         batches = model.batches
         if not batches or batches[0] < 1 or list(batches) != sorted(set(batches)):
             raise ValueError(f"batches is {list(batches)}, expected growing sizes")
-        chain = _chain(model.layers, batches, fixed_share, "the model")
+        chain = _chain(model.layers, batches, "the model")
         if not chain:
             raise ValueError("a model begins with a layer")
     except ValueError as error:
@@ -143,20 +141,20 @@ def load_graph(sources: Sequence[str], *, batch: int = 0, fixed_share: float) ->
     if len(batches) == 1:
         assumed = (
             f"only batch size {batches[0]} was measured: of each layer's time there, "
-            f"{fixed_share:.0%} are taken not to shrink with the batch, the rest in proportion "
-            "(--fixed-share); profiles of other batch sizes make this unnecessary"
+            f"{FIXED_SHARE:.0%} are taken not to shrink with the batch, the rest in proportion; "
+            "profiles of other batch sizes make this unnecessary"
         )
     return ModelGraph(model.name, model.description, batch or batches[-1], chain, assumed)
 
 
-def curve_from_one(samples: int, ns: int, fixed_share: float) -> Curve:
+def curve_from_one(samples: int, ns: int) -> Curve:
     """A curve from one measurement.
 
     ``t(b) = t(B) (phi + (1 - phi) b / B)``: a share phi of the time does not shrink with the batch
     (launches, reading weights, a device that is not filled). The true share differs from layer
     to layer; two measured batch sizes make the guess unnecessary.
     """
-    fixed_ns = round(ns * fixed_share)
+    fixed_ns = round(ns * FIXED_SHARE)
     return Curve(((1, fixed_ns + (ns - fixed_ns) // samples), (samples, ns))[samples == 1 :])
 
 
@@ -224,7 +222,7 @@ def _recorded(profiles: Sequence[Profile]) -> _Model:
     return _Model(batches, items, first.name, first.description)
 
 
-def _chain(items: Sequence[_Item], batches: Sequence[int], fixed_share: float, where: str) -> Chain:
+def _chain(items: Sequence[_Item], batches: Sequence[int], where: str) -> Chain:
     """Raises ``ValueError`` for what cannot be planned."""
     chain: list[Item] = []
     for number, item in enumerate(items):
@@ -247,8 +245,7 @@ def _chain(items: Sequence[_Item], batches: Sequence[int], fixed_share: float, w
                 for times_ms in of_layer
             ]
             forward, backward = (
-                Curve(each) if len(each) > 1 else curve_from_one(*each[0], fixed_share)
-                for each in points
+                Curve(each) if len(each) > 1 else curve_from_one(*each[0]) for each in points
             )
             chain.append(Layer(name, forward, backward, item.parameter_bytes, item.output_bytes))
         elif not chain:
@@ -257,7 +254,7 @@ def _chain(items: Sequence[_Item], batches: Sequence[int], fixed_share: float, w
             raise ValueError(f"{here}: expected a list of branches")
         else:
             branches = tuple(
-                _chain(branch, batches, fixed_share, f"{here}, branch {index}")
+                _chain(branch, batches, f"{here}, branch {index}")
                 for index, branch in enumerate(item.branches)
             )
             chain.append(Branches(name, branches, item.output_bytes))

@@ -8,19 +8,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from bytesched.burst.compare import (
-    Point,
-    burst_curve,
-    burst_point,
-    data_parallel,
-    draw_plan,
-    static_partitions,
-)
+from bytesched.burst.compare import Point, burst_point, data_parallel, static_partitions
 from bytesched.burst.cost import Cluster, Place, Plan, Task
 from bytesched.burst.graph import Chain, Layer, layers_of, load_graph, shipped_graphs
 from bytesched.burst.planfile import plan_to_json
 from bytesched.burst.search import Found, fastest_plan
-from bytesched.errors import ConfigError
 from bytesched.files import write_text
 from bytesched.lab.hosts import parse_rate
 from bytesched.parser import CommandParser, Option, read_by, within, writable_file
@@ -33,39 +25,34 @@ EPILOG = """\
   bytesched bench --model vgg --batch 4,8,16,32 --record vgg.json --systems ddp --rounds 1
   bytesched burst plan --profile vgg.json --gpus 8 --json plan.json
 """
+_OTHERS = "plan again with another --amplification"
 REPLACED = {
     "--background-us": "a background step takes 250 us",
     "--bandwidth": "it is --rate",
-    "--curve": "--png draws it, and --json has it then",
+    "--curve": _OTHERS,
+    "--fixed-share": "it is a fifth; measure several batch sizes: bench --batch 4,8,16 --record",
+    "--png": f"--json has the plan, and a run has a timeline; {_OTHERS}",
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; 0 when that went well."""
-    parser = _parser()
-    options = parser.parse_args(argv)
-    try:
-        graph = load_graph(options.profile, batch=options.batch, fixed_share=options.fixed_share)
-        cluster = Cluster(options.gpus, options.rate / 8, options.latency_us / 1e6)
-        task = Task(graph, cluster, options.amplification)
-    except ConfigError as error:
-        parser.error(str(error))
+    options = _parser().parse_args(argv)
+    graph = load_graph(options.profile, batch=options.batch)
+    cluster = Cluster(options.gpus, options.rate / 8, options.latency_us / 1e6)
+    task = Task(graph, cluster, options.amplification)
     found = fastest_plan(task)
     points = [
         data_parallel(task, task.graph.widths(task.cluster.devices)[-1], "data parallel"),
         *static_partitions(task),
         burst_point(task, f"burst {options.amplification:g}", found.schedule, STEP_NS),
     ]
-    curve = list(burst_curve(task, STEP_NS)) if options.png else []
     print("\n".join(_table(task, found)))
     print("\n".join(_comparison(task, points)))
     if options.json:
-        content = _result(task, found, points, curve)
+        content = _result(task, found, points)
         write_text(Path(options.json), json.dumps(content, indent=1) + "\n")
         print(f"json: {options.json}")
-    if options.png:
-        draw_plan(task, found, points, curve, Path(options.png))
-        print(f"png: {options.png}")
     return 0
 
 
@@ -131,9 +118,7 @@ def _comparison(task: Task, points: Sequence[Point]) -> Iterator[str]:
     )
 
 
-def _result(
-    task: Task, found: Found, points: Sequence[Point], curve: Sequence[Point]
-) -> dict[str, Any]:
+def _result(task: Task, found: Found, points: Sequence[Point]) -> dict[str, Any]:
     return {
         "model": task.graph.name,
         "batch": task.graph.batch,
@@ -146,7 +131,6 @@ def _result(
         "single_device_ms": task.graph.single_device_ns / 1e6,
         "iteration_ms": found.schedule.time_ns / 1e6,
         "compared": [point.to_json() for point in points],
-        "curve": [point.to_json() for point in curve],
         "plan": plan_to_json(task.graph.chain, found.plan),
     }
 
@@ -156,7 +140,6 @@ def _parser() -> argparse.ArgumentParser:
         prog="bytesched burst",
         description="Give every layer as many devices as it scales to, and find what is left.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
         replaced=REPLACED,
     )
     parser.add_argument("verb", choices=("plan",), help="the number of devices for every layer")
@@ -180,16 +163,7 @@ def _parser() -> argparse.ArgumentParser:
             ),
             Option("--latency-us", "US", within(0.0, 1e6), 30.0, "of a move (30)"),
             Option("--batch", "N", within(0, 10**9), 0, "global (default: the largest measured)"),
-            Option(
-                *("--fixed-share", "X", within(0.0, 0.99), 0.2),
-                "of a layer's time that does not shrink with the batch, where only one batch size "
-                "was measured (0.2)",
-            ),
             Option("--json", "FILE", writable_file, None, "write the plan, for the runtime"),
-            Option(
-                *("--png", "FILE", writable_file, None),
-                "write a picture of the plan, and of plans for other amplifications",
-            ),
         )
     )
     return parser

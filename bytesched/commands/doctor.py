@@ -9,7 +9,6 @@ from dataclasses import asdict
 
 from bytesched.config import Config
 from bytesched.doctor import checks
-from bytesched.doctor import horovod as horovod_checks
 from bytesched.doctor import probes as trials
 from bytesched.doctor.checks import Check, Status
 from bytesched.doctor.explain import explain
@@ -49,15 +48,14 @@ def examine(timeout_s: float) -> list[Check]:
         *checks.network(),
         *checks.emulated_hosts(),
     ]
-    has_horovod = bool(checks.installed("horovod"))
-    if has_horovod:
-        found += [*horovod_checks.launchers(), *horovod_checks.settings()]
+    if checks.installed("horovod"):
+        found += checks.horovod()
     if any(check.name == "torch" and check.status == "fail" for check in found):
         return found
     found += [*trials.backends(timeout_s), *trials.loopback(timeout_s)]
     if found[-1].status != "fail":
         found += trials.training(timeout_s)
-    return found + (trials.horovod(timeout_s) if has_horovod else [])
+    return found
 
 
 def as_text(found: Sequence[Check]) -> str:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
 from bytesched.errors import ConfigError, PluginError
 from bytesched.lab.hosts import parse_rate
-from bytesched.parser import CommandParser, Option, read_by, within, writable_file
+from bytesched.parser import CommandParser, Option, read_by, within
 from bytesched.pipeline.order import Order
 from bytesched.pipeline.replay import Timeline, replay
 from bytesched.pipeline.report import draw, lines
-from bytesched.pipeline.search import Found, search
+from bytesched.pipeline.search import search
 from bytesched.pipeline.stages import (
     PLACEMENTS,
     Link,
@@ -29,36 +28,34 @@ from bytesched.values import parse_size
 
 EPILOG: Final = """\
   bytesched pipeline plan --profile vgg --ranks 4 --placement v --micro-batches 8 \\
-      --split-backward --csv order.csv
+      --split-backward -o order.csv
 """
 _OF_A_STAGE: Final = "--profile takes a file with a list of stages, which may be alike"
 REPLACED: Final = {
     "--activation": _OF_A_STAGE,
     "--backward-ms": _OF_A_STAGE,
     "--bandwidth": "it is --rate",
+    "--csv": "it is -o FILE.csv",
     "--forward-ms": _OF_A_STAGE,
     "--microbatches": "it is --micro-batches",
     "--output": _OF_A_STAGE,
     "--parameters": _OF_A_STAGE,
+    "--png": "it is -o FILE.png",
 }
 #: as many as a search goes through in time
 MOST_ACTIONS: Final = 6000
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; 0 when that went well, 1 if a file cannot be written."""
-    parser = _parser()
-    options = parser.parse_args(argv)
-    try:
-        chain = load_chain(options.profile)
-        pipeline = _pipeline(options, chain)
-        missing = _missing(pipeline)
-        if options.memory is not None and "activation_bytes" in missing:
-            raise ConfigError(
-                "--memory: no stage holds activations: say how much in a profile that lists stages"
-            )
-    except ConfigError as error:
-        parser.error(str(error))
+    """Run the command; 0 when that went well."""
+    options = _parser().parse_args(argv)
+    chain = load_chain(options.profile)
+    pipeline = _pipeline(options, chain)
+    missing = _missing(pipeline)
+    if options.memory is not None and "activation_bytes" in missing:
+        raise ConfigError(
+            "--memory: no stage holds activations: say how much in a profile that lists stages"
+        )
     known = dict(_torch_orders(options))
     found = search(
         pipeline,
@@ -72,26 +69,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     print("\n".join(lines(found, others, options.memory)))
     if missing:
         print(f"not known of the stages, and counted as nothing: {', '.join(missing)}")
-    try:
-        _write(options, found)
-    except OSError as error:
-        why = f"{error.filename or ''}: {error.strerror or error}"
-        print(f"bytesched pipeline: cannot write {why}", file=sys.stderr)
-        return 1
+    for ending, file in options.output:
+        if ending == "csv":
+            found.order.write(file)
+        else:
+            title = (
+                f"{options.micro_batches} micro-batches on {options.ranks} ranks: "
+                f"{found.timeline.end_s * 1e3:.1f} ms, {found.timeline.bubble_share:.0%} bubbles"
+            )
+            draw(found.timeline, title, Path(file))
+        print(f"{ending}: {file}")
     return 0
-
-
-def _write(options: argparse.Namespace, found: Found) -> None:
-    if options.csv:
-        found.order.write(options.csv)
-        print(f"csv: {options.csv}")
-    if options.png:
-        title = (
-            f"{options.micro_batches} micro-batches on {options.ranks} ranks: "
-            f"{found.timeline.end_s * 1e3:.1f} ms, {found.timeline.bubble_share:.0%} bubbles"
-        )
-        draw(found.timeline, title, Path(options.png))
-        print(f"png: {options.png}")
 
 
 def _pipeline(options: argparse.Namespace, chain: tuple[Stage, ...]) -> Pipeline:
@@ -154,7 +142,6 @@ def _parser() -> argparse.ArgumentParser:
         prog="bytesched pipeline",
         description="Find an order of work for pipeline parallelism that torch runs as it is.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
         replaced=REPLACED,
     )
     parser.add_argument("verb", choices=("plan",), help="the order that ends first within a memory")
@@ -181,11 +168,10 @@ def _parser() -> argparse.ArgumentParser:
             Option("--rate", "RATE", read_by(parse_rate), "10gbit", "each rank's link (10gbit)"),
             Option("--latency-us", "US", within(0.0, 1e6), 50.0, "of a message (50)"),
             Option("--replicas", "R", within(1, 1 << 20), 1, "copies of the pipeline (1)"),
-            Option("--csv", "FILE", writable_file, None, "write the order, for torch"),
-            Option("--png", "FILE", writable_file, None, "write a picture of its timeline"),
             Option("--time-limit-s", "S", within(0.1, 86400.0), 20.0, "of the whole search (20)"),
         )
     )
+    parser.add_outputs(csv="the order, for torch", png="a picture of its timeline")
     parser.add_argument(
         "--split-backward", action="store_true", help="compute gradients of weights later"
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
@@ -13,7 +12,7 @@ from bytesched.bench.picture import draw_bench
 from bytesched.files import write_text
 from bytesched.parser import CommandParser
 from bytesched.report.iteration import draw_iteration
-from bytesched.report.ranks import draw_ranks, shares_of
+from bytesched.report.shares import shares_of
 from bytesched.table import aligned
 from bytesched.trace.reading import (
     Event,
@@ -31,7 +30,6 @@ _EPILOG = """\
 of timelines, the folder or files that BYTESCHED_TIMELINE names:
   report RUN                       means of each rank, and the slowest steps
   report RUN -o OUT.json           all ranks on one clock, for ui.perfetto.dev
-  report RUN -o OUT.png            what each rank did in the last two iterations
   report BEFORE AFTER -o OUT.png   one iteration of two runs of the same rank
 of others:
   report RESULT... -o OUT.png      files of bench --json: iteration times, beside T*
@@ -57,59 +55,50 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="bytesched report",
         description="Print, merge or draw what files hold.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
         replaced={"--slowest": "--all prints every step"},
     )
     parser.add_argument("paths", nargs="+", type=Path, metavar="FILE|DIR")
-    parser.add_argument("-o", "--output", type=Path, metavar="OUT")
+    parser.add_outputs(json="timelines on one clock", png="a picture")
     parser.add_argument("--all", action="store_true", help="print every step of every rank")
     options = parser.parse_args(argv)
     try:
-        _check_output(options.output)
-        _report(options)
-    except BrokenPipeError:
-        raise
-    except (OSError, ValueError) as error:
+        for kind, output in options.output or [("", "")]:
+            _report(options.paths, kind, Path(output), print_all=options.all)
+            if output:
+                print(output)
+    except ValueError as error:
         _complain(str(error))
         return 1
-    if options.output:
-        print(options.output)
     return 0
 
 
-def _check_output(output: Path | None) -> None:
-    if output and output.suffix not in (".json", ".png"):
-        raise ValueError(f"-o {output}: pictures end in .png, merged timelines in .json")
-
-
-def _report(options: argparse.Namespace) -> None:
-    paths, output = options.paths, options.output
+def _report(paths: Sequence[Path], kind: str, output: Path, *, print_all: bool) -> None:
+    """Print what the files hold, or write it: as "json", or "png"."""
     fields = _fields(paths[0])
     if "trials" in fields:
-        if output:
+        if kind:
             raise ValueError("a tuning is printed: leave out -o")
         for path in paths:
             _print_tuning(path)
-    elif "systems" in fields:
-        if not output or output.suffix != ".png":
+        return
+    if "systems" in fields:
+        if kind != "png":
             raise ValueError("results of the bench are drawn: -o OUT.png")
         draw_bench(paths, output)
-    else:
-        _report_traces([_files(path) for path in paths], options)
-
-
-def _report_traces(runs: Sequence[Sequence[Path]], options: argparse.Namespace) -> None:
-    files, output = [file for run in runs for file in run], options.output
-    if output and output.suffix == ".json":
+        return
+    runs = [_files(path) for path in paths]
+    files = [file for run in runs for file in run]
+    if kind == "json":
         _merge(files, output)
-    elif output and len(runs) == 2 and len({read_traces(run[0])[0].rank for run in runs}) == 1:
+    elif not kind:
+        traces = _read(files[0]) if len(files) == 1 else traces_of(_merged(files))
+        _print_traces(traces, print_all=print_all)
+    elif len(runs) == 2 and len({read_traces(run[0])[0].rank for run in runs}) == 1:
         draw_iteration(runs[0][0], runs[1][0], output)
     else:
-        traces = _read(files[0]) if len(files) == 1 else traces_of(_merged(files))
-        if output:
-            draw_ranks(traces, output)
-        else:
-            _print_traces(traces, options)
+        raise ValueError(
+            "a picture is of two runs of a rank; of all ranks: -o OUT.json, for ui.perfetto.dev"
+        )
 
 
 def _fields(path: Path) -> dict[str, object]:
@@ -155,11 +144,11 @@ def _merge(files: Sequence[Path], output: Path) -> None:
     print(f"{ranks} ranks, {len(events)} events; open it in ui.perfetto.dev")
 
 
-def _print_traces(traces: Sequence[Trace], options: argparse.Namespace) -> None:
+def _print_traces(traces: Sequence[Trace], *, print_all: bool) -> None:
     found = [(trace.rank, one) for trace in traces for one in trace.iterations()]
     if not found:
         raise ValueError("the trace holds no whole iteration, which takes two steps")
-    if options.all:
+    if print_all:
         _print_steps("every step", found)
         return
     means = [(trace.rank, trace.iterations()) for trace in traces]
@@ -190,14 +179,15 @@ def _means(ones: Sequence[Iteration]) -> list[str]:
 
 def _print_tuning(path: Path) -> None:
     try:
-        trials = TuningFile.read(path).trials
+        tuning = TuningFile.read(path)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     rows = [
         (one.phase, str(one.setting), f"{one.step_ms:.1f}", str(len(one.durations_ms)), cut)
-        for one, cut in ((one, "cut short" if one.cut else "") for one in trials)
+        for one, cut in ((one, "cut short" if one.cut else "") for one in tuning.trials)
     ]
-    _print_table(str(path), ("phase", "setting", "step ms", "steps", ""), rows, "<<>><")
+    title = f"{path}: {tuning.setting}, {tuning.step_ms:.1f} ms ({tuning.gain_pct:.1f} % gained)"
+    _print_table(title, ("phase", "setting", "step ms", "steps", ""), rows, "<<>><")
 
 
 def _print_table(

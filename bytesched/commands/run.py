@@ -19,8 +19,7 @@ from bytesched.parser import CommandParser
 from bytesched.policy import named_policy
 from bytesched.run.copies import watch_copies
 from bytesched.run.script import loaded
-from bytesched.run.untuned import watch_steps
-from bytesched.run.watch import Action, noticed_something, watch
+from bytesched.run.watch import noticed_something, watch
 from bytesched.tuning.online import find_tuner
 
 CANNOT_START = 2
@@ -54,9 +53,9 @@ def main(argv: Sequence[str]) -> int:
     except OSError as error:
         parser.exit(CANNOT_START, f"bytesched run: can't open {program!r}: {error}\n")
     if config.enabled:
-        _watch(program, is_module=arguments.is_module, tunes=config.tune)
+        _watch(program, is_module=arguments.is_module)
         # Registered before anything of the script, so called after it.
-        atexit.register(_say_if_nothing)
+        atexit.register(_say_if_nothing, tunes=config.tune)
     run(rest)
     return 0
 
@@ -69,26 +68,21 @@ def run_copy(argv: Sequence[str]) -> None:
     is_module = argv[0] == "-m"
     program, *rest = argv[is_module:]
     run = loaded(program, is_module=is_module)
-    _watch(program, is_module=is_module, tunes=Config.load().tune)
+    _watch(program, is_module=is_module)
     run(rest)
 
 
-def _watch(program: str, *, is_module: bool, tunes: bool) -> None:
-    also: dict[str, Action] = {
-        "subprocess": partial(watch_copies, program=program, is_module=is_module)
-    }
-    if tunes:
-        also["torch.optim.optimizer"] = watch_steps
-    watch(also)
+def _watch(program: str, *, is_module: bool) -> None:
+    watch({"subprocess": partial(watch_copies, program=program, is_module=is_module)})
 
 
-def _say_if_nothing() -> None:
-    if noticed_something() or hasattr(sys, "last_value") or rank_view().world_size == 1:
-        return
-    _log.info(
-        "nothing to schedule: the script made neither a DistributedDataParallel nor an optimizer "
-        "of Horovod's"
-    )
+def _say_if_nothing(*, tunes: bool) -> None:
+    is_expected = rank_view().world_size == 1 and not tunes
+    if not (noticed_something() or hasattr(sys, "last_value") or is_expected):
+        _log.info(
+            "nothing to schedule: the script made neither a DistributedDataParallel nor an "
+            "optimizer of Horovod's"
+        )
 
 
 class _Setting(argparse.Action):

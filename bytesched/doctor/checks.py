@@ -12,7 +12,15 @@ from pathlib import Path
 from typing import Literal
 
 from bytesched.config import Config
-from bytesched.environment import gloo_interfaces, rank_view, seen_variables
+from bytesched.environment import (
+    HOROVOD_CACHE_CAPACITY,
+    gloo_interfaces,
+    horovod_autotunes,
+    horovod_cache_capacity,
+    horovod_variable,
+    rank_view,
+    seen_variables,
+)
 from bytesched.errors import BytesschedError, ConfigError
 from bytesched.lab.hosts import Lab
 from bytesched.version import __version__
@@ -140,6 +148,34 @@ def emulated_hosts() -> list[Check]:
             return [Check("lab", "ok" if lab.shaped else "absent", lab.reason)]
     except BytesschedError as error:
         return [Check("lab", "absent", str(error))]
+
+
+def horovod() -> list[Check]:
+    """Say which of Horovod's settings are in the way."""
+    capacity = horovod_cache_capacity()
+    found = (
+        (
+            horovod_autotunes(),
+            "HOROVOD_AUTOTUNE is on: bytesched leaves the optimizer as it is",
+            "unset HOROVOD_AUTOTUNE to have bytesched schedule",
+        ),
+        (
+            0 < capacity < HOROVOD_CACHE_CAPACITY,
+            f"HOROVOD_CACHE_CAPACITY={capacity}: beyond so many chunks, every tensor is negotiated "
+            "again in every step",
+            "unset it, or set it to the number of chunks, if that is higher",
+        ),
+        (
+            horovod_variable("FUSION_THRESHOLD") and horovod_variable("CYCLE_TIME"),
+            "HOROVOD_FUSION_THRESHOLD and HOROVOD_CYCLE_TIME are both set: Horovod then crashes in "
+            "a second hvd.init(), as in an elastic run",
+            "unset one of them if ranks come and go",
+        ),
+    )
+    checks = [
+        Check("horovod settings", "warn", detail, fix) for is_so, detail, fix in found if is_so
+    ]
+    return checks or [Check("horovod settings", "ok", "none stands in bytesched's way")]
 
 
 def installed(package: str) -> str:

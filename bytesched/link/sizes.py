@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Final
 
 KIB, MIB = 2**10, 2**20
@@ -28,15 +27,13 @@ _FULL = 0.93
 class Rule:
     """How the sizes of one kind of carrier are chosen."""
 
-    #: of the partition, δ
-    formula: str
-    why: str
-    #: θ in seconds; None: it is measured, or nothing is
-    overhead_s: float | None = None
-    #: k, where nothing else decides it
-    window: int = PROBE_WINDOW
+    #: of a partition
     smallest_bytes: int
     largest_bytes: int
+    #: θ in seconds; 0: nothing is known of it, and nothing measured
+    overhead_s: float = 0.0
+    #: k, where nothing else decides it
+    window: int = PROBE_WINDOW
     #: a partition is a multiple of this
     step_bytes: int = 1
     #: whether a partition that is chosen has room in a credit that is given; else chunks larger
@@ -67,47 +64,24 @@ class Rule:
 
 
 #: One row for each kind of carrier.
-RULES: Final = MappingProxyType(
-    {
-        "store": Rule(
-            formula="sqrt(θBS/(2k + 3))",
-            why="A value passes two pipes, each with a window of k, and the second waits for whole "
-            "chunks: the bound is T* + θN + 2(c + δ)/B + δ/B. k depends on the servers. θ is not "
-            "measured: how long a push and its pull take in turn shows little of those that follow "
-            "one another; with this one, sizes are within 4 % of the fastest ones tried where a "
-            "worker pushed 15 to 120 MB/s. A kernel may round the tail of a chunk otherwise than "
-            "its vectors, so chunks are whole pages.",
-            overhead_s=1e-4,
-            smallest_bytes=64 * KIB,
-            largest_bytes=8 * MIB,
-            step_bytes=4 * KIB,
-        ),
-        "store calls": Rule(
-            formula="1 MiB",
-            why="Keys come one after another, and nothing is measured before the first. k depends "
-            "on the servers.",
-            smallest_bytes=MIB,
-            largest_bytes=MIB,
-            within_credit=False,
-        ),
-        "mxnet": Rule(
-            formula="256 KiB",
-            why="Nothing is measured before the keys are cut. At 1 Gbit/s these sizes came to 1.06 "
-            "to 1.12 x T*.",
-            window=4,
-            smallest_bytes=256 * KIB,
-            largest_bytes=256 * KIB,
-            within_credit=False,
-        ),
-        "stages": Rule(
-            formula="1 MiB",
-            why="What travels between ranks is known from the first step on, and nothing is "
-            "measured before it.",
-            smallest_bytes=MIB,
-            largest_bytes=MIB,
-        ),
-    }
-)
+RULES: Final = {
+    # sqrt(θBS/(2k + 3)): a value passes two pipes, each with a window of k, and the second waits
+    # for whole chunks, so the bound is T* + θN + 2(c + δ)/B + δ/B. k depends on the servers. θ is
+    # not measured: how long a push and its pull take in turn shows little of those that follow one
+    # another; with this one, sizes are within 4 % of the fastest ones tried where a worker pushed
+    # 15 to 120 MB/s. A kernel may round the tail of a chunk otherwise than its vectors, so chunks
+    # are whole pages.
+    "store": Rule(
+        smallest_bytes=64 * KIB, largest_bytes=8 * MIB, overhead_s=1e-4, step_bytes=4 * KIB
+    ),
+    # Keys come one after another, and nothing is measured before the first. k depends on the
+    # servers.
+    "store calls": Rule(smallest_bytes=MIB, largest_bytes=MIB, within_credit=False),
+    # Nothing is measured before the keys are cut. At 1 Gbit/s these came to 1.06 to 1.12 x T*.
+    "mxnet": Rule(smallest_bytes=256 * KIB, largest_bytes=256 * KIB, window=4, within_credit=False),
+    # What travels between ranks is known from the first step on; nothing is measured before it.
+    "stages": Rule(smallest_bytes=MIB, largest_bytes=MIB),
+}
 
 
 @dataclass(frozen=True, slots=True)

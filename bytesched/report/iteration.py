@@ -13,13 +13,12 @@ from bytesched.trace.reading import (
     Iteration,
     Span,
     Trace,
-    clip,
-    covered,
     read_traces,
     subtract,
     union,
 )
 
+TITLE = "An iteration and the forward pass after it"
 FORWARD = "#52606d"
 BACKWARD = BEFORE
 UPDATE = AFTER
@@ -42,13 +41,7 @@ ROOM_FOR_SAVING = 0.32
 
 
 def draw_iteration(
-    before_trace: str | Path,
-    after_trace: str | Path,
-    out_png: str | Path,
-    *,
-    title: str = "An iteration and the forward pass after it",
-    before_name: str = "DDP",
-    after_name: str = "bytesched",
+    before_trace: Path, after_trace: Path, out_png: Path, *, before_name: str = "DDP"
 ) -> None:
     """Draw an iteration of two runs on one time axis, as PNG.
 
@@ -58,12 +51,12 @@ def draw_iteration(
     ``PluginError`` without matplotlib, ``ValueError`` for a trace of less than three steps, and
     ``OSError`` if a file cannot be read or written.
     """
-    before = view_iteration(read_traces(Path(before_trace))[0], before_name)
-    after = view_iteration(read_traces(Path(after_trace))[0], after_name)
-    with canvas(11.0, 6.1, Path(out_png)) as figure:
+    before = view_iteration(read_traces(before_trace)[0], before_name)
+    after = view_iteration(read_traces(after_trace)[0], "bytesched")
+    with canvas(11.0, 6.1, out_png) as figure:
         upper, lower = figure.subplots(2, 1, sharex=True)
         figure.subplots_adjust(left=0.075, right=0.985, top=0.815, bottom=0.125, hspace=0.68)
-        figure.text(0.012, 0.955, title, size=14, weight="bold", color=INK, va="center")
+        figure.text(0.012, 0.955, TITLE, size=14, weight="bold", color=INK, va="center")
         _draw_legend(figure)
         upper.set_xlim(0, max(before.end_ms, after.end_ms))
         for axes, view in ((upper, before), (lower, after)):
@@ -92,7 +85,6 @@ def _draw_view(axes: Any, view: IterationView) -> None:
     _draw_link(axes, view)
     step = {"color": INK, "linewidth": 1.2, "linestyle": (0, (4, 2)), "clip_on": False}
     axes.plot([view.step_ms] * 2, [-0.5, NOTE_AT + 0.25], **step)
-    _label_bars(axes, view)
     _draw_title(axes, view)
 
 
@@ -136,24 +128,6 @@ def _draw_bars(
         edgecolors=edges,
         linewidth=0.5,
     )
-
-
-def _label_bars(axes: Any, view: IterationView) -> None:
-    """Write what a stretch is where there is room for the words."""
-    from matplotlib.patheffects import withStroke
-
-    width_ms = axes.get_xlim()[1]
-    for row, spans, words, colour, gap in (
-        (2, view.forward, "forward", FORWARD, 0.04),
-        (2, view.backward, "backward", BACKWARD, 0.04),
-        (2, view.wait, "wait", WAIT, 0.003),
-    ):
-        for start, end in union(spans, gap=width_ms * gap):
-            filled = covered(clip(spans, start, end)) > 0.6 * (end - start)
-            if filled and end - start > width_ms * 0.012 * len(words):
-                around = [withStroke(linewidth=4, foreground=colour)]
-                style = {"size": 9.5, "color": "white", "ha": "center", "va": "center"}
-                axes.text((start + end) / 2, row - 0.02, words, path_effects=around, **style)
 
 
 def _shades(depths: list[float]) -> Any:

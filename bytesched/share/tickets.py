@@ -29,7 +29,6 @@ _DIGITS: Final = 12
 #: held while a number is drawn, which takes microseconds
 _DOOR: Final = "door"
 _DOOR_TIMEOUT_S: Final = 10.0
-_DOOR_LOOKS_EVERY_S: Final = 0.0002
 #: characters of a command in a message
 _MOST_SHOWN: Final = 120
 
@@ -60,7 +59,7 @@ class Tickets:
 
     def _drawn(self) -> Ticket:
         door = self._folder / _DOOR
-        with locked(door, _DOOR_TIMEOUT_S, looks_every_s=_DOOR_LOOKS_EVERY_S):
+        with locked(door, _DOOR_TIMEOUT_S):
             ahead = self.standing()
             number = int(ahead[-1][:_DIGITS]) + 1 if ahead else 1
             name = f"{number:0{_DIGITS}d}-{os.getpid()}-{self._label}"

@@ -8,6 +8,7 @@ from typing import Final
 
 from bytesched.bench.systems import System
 from bytesched.link.fabric import Fabric
+from bytesched.link.host import no_gain
 from bytesched.sim.predict import Prediction, predict
 from bytesched.sim.systems import Model
 
@@ -107,6 +108,12 @@ def verdict(case: Case, found: Sequence[Prediction]) -> str:
             f"no gain here, {ours.system} takes {_ms(ours)}, {compared} {peer.system} ({_ms(peer)})"
             f"{_lost(case, ours)}."
         )
+    if case.fabric.algorithm == "nccl" and (
+        why := no_gain(
+            len(case.model.tensors()), ours.collectives, peer.iteration_s - ours.optimum_s
+        )
+    ):
+        return f"{head}{why}."
     answer = "yes" if times >= _YES else "hardly"
     return head + (
         f"{answer}, {ours.system} takes {_ms(ours)} and is {times:.2f} times as fast as "

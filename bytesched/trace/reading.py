@@ -169,7 +169,7 @@ def _is_event(value: object) -> bool:
 
 
 def _whole_lines(text: str) -> list[Any]:
-    """What `TraceFile` wrote, an event in each line, up to one that is none."""
+    """What `Timeline` wrote, an event in each line, up to one that is none."""
     values: list[Any] = []
     with suppress(json.JSONDecodeError):
         for line in text.splitlines()[1:]:

@@ -8,7 +8,7 @@ import os
 import socket
 import time
 from collections import deque
-from collections.abc import Iterable
+from errno import ENOSPC
 from pathlib import Path
 from threading import Lock
 from typing import Any, NamedTuple, Protocol
@@ -29,6 +29,10 @@ TIDS_PER_RANK = 100 * LANES_PER_TRACK
 #: The first record, which tells our files from others, ends before.
 HEAD_BYTES = 4096
 _TAIL = b"\n]\n"
+#: events between two steps, beyond which they are dropped and counted
+MOST_PENDING = 1 << 17
+#: of a file, in which tracing ends then
+MOST_BYTES = 256 << 20
 
 
 class _Ranks(Protocol):
@@ -54,48 +58,6 @@ def observers_here(rank: int, config: Config, *, clock_offset_ns: int = 0) -> Ob
     if not config.timeline:
         return Observers()
     return Observers([Timeline(config.timeline, rank=rank, clock_offset_ns=clock_offset_ns)])
-
-
-class TraceFile:
-    """A JSON array of events on disk, to which records are added by one write each time.
-
-    A write goes over the closing bracket and ends in a new one, so what a kill leaves is whole,
-    or breaks off within the last write. One thread at a time.
-    """
-
-    def __init__(self, path: Path, first: str, *, max_bytes: int) -> None:
-        """Replace ``path`` by an array of the records ``first``; raise ``OSError`` if denied."""
-        self.path = path
-        #: some records found no room within ``max_bytes``
-        self.is_full = False
-        self._max_bytes = max_bytes
-        head = b"[\n" + first.encode("ascii")
-        self._used_bytes = len(head)
-        with replacing(path) as file:
-            file.write(head + _TAIL)
-            self._file = os.fdopen(os.dup(file.fileno()), "r+b")
-
-    def append(self, records: Iterable[str]) -> None:
-        """Write records, each one JSON value in ASCII, by one write."""
-        batch = bytearray()
-        for record in records:
-            entry = b",\n" + record.encode("ascii")
-            if self._used_bytes + len(batch) + len(entry) + len(_TAIL) > self._max_bytes:
-                self.is_full = True
-                break
-            batch += entry
-        if not batch:
-            return
-        view, at = memoryview(batch + _TAIL), self._used_bytes
-        self._used_bytes += len(batch)
-        while view:
-            written = os.pwrite(self._file.fileno(), view, at)
-            at += written
-            view = view[written:]
-
-    def close(self) -> None:
-        """Let go of the file. Idempotent."""
-        self._file.close()
 
 
 _encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
@@ -141,30 +103,24 @@ class Timeline(Observer):
     """Writes `rank{n}.trace.json` for chrome://tracing and ui.perfetto.dev.
 
     A hook only appends to a queue of bounded length; the thread that calls `on_step` writes what
-    has gathered, so after a kill the file holds every step that returned. The process is the
-    rank, each track a thread of it, with further threads (lanes) where spans overlap.
+    has gathered, by one write over the closing bracket that ends in a new one: what a kill leaves
+    is whole, or breaks off within the last write. The process is the rank, each track a thread of
+    it, with further threads (lanes) where spans overlap.
     """
 
     def __init__(
-        self,
-        folder: str | os.PathLike[str],
-        *,
-        rank: int = 0,
-        clock_offset_ns: int = 0,
-        max_pending: int = 1 << 17,
-        max_file_bytes: int = 256 << 20,
+        self, folder: str | os.PathLike[str], *, rank: int = 0, clock_offset_ns: int = 0
     ) -> None:
         """Create the file; raise `ConfigError` if the folder cannot be written.
 
-        `clock_offset_ns` is what must be added to this host's wall clock to get rank 0's. At
-        most `max_pending` events wait between two steps; further ones are dropped and counted.
+        `clock_offset_ns` is what must be added to this host's wall clock to get rank 0's.
         """
         self.rank = rank
         self.path = Path(folder) / trace_name(rank)
         # Viewers know a thread by its id alone, so no two ranks share one.
         self._first_tid = (rank + 1) * TIDS_PER_RANK
         self._pending: deque[_Span | tuple[int, int]] = deque()
-        self._room = max_pending
+        self._room = MOST_PENDING
         self._dropped = 0
         #: by track, when each of its lanes is free
         self._lanes: dict[str, list[int]] = {}
@@ -181,6 +137,8 @@ class Timeline(Observer):
         }
         where = "M", rank, self._first_tid
         first = ",\n".join(event_line(*where, name, args=args) for name, args in facts.items())
+        head = f"[\n{first}".encode("ascii")
+        self._used_bytes = len(head)
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             if _is_foreign(self.path):
@@ -188,7 +146,9 @@ class Timeline(Observer):
                     f"timeline: {self.path} is there and is no trace of bytesched: "
                     "name another folder, or move the file"
                 )
-            self._file = TraceFile(self.path, first, max_bytes=max_file_bytes)
+            with replacing(self.path) as file:
+                file.write(head + _TAIL)
+                self._file = os.fdopen(os.dup(file.fileno()), "r+b")
         except OSError as error:
             raise ConfigError(
                 f"timeline: cannot write {self.path}: {error.strerror or error}; "
@@ -224,11 +184,16 @@ class Timeline(Observer):
                 self._pending.clear()
                 return
             try:
-                self._file.append(self._records(last=last))
-                if self._file.is_full:
+                batch = "".join(f",\n{record}" for record in self._records(last=last))
+                if self._used_bytes + len(batch) + len(_TAIL) > MOST_BYTES:
                     log.warning("timeline: %s is full; tracing ends here", self.path)
-                elif not last:
-                    return
+                else:
+                    data = batch.encode("ascii") + _TAIL
+                    if os.pwrite(self._file.fileno(), data, self._used_bytes) < len(data):
+                        raise OSError(ENOSPC, os.strerror(ENOSPC))
+                    self._used_bytes += len(batch)
+                    if not last:
+                        return
             except OSError as error:
                 log.warning("timeline: cannot write %s (%s); tracing ends here", self.path, error)
             self._room = 0

@@ -11,6 +11,7 @@ from weakref import ref
 
 import torch.distributed as dist
 
+from bytesched.link.host import no_gain
 from bytesched.observe import Observer
 
 from .. import explain_optimizer
@@ -38,7 +39,6 @@ class Wait:
     kind: str
     #: how long for each gradient, module or parameter, in ms
     of_ms: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
-    times: int = 0
 
     @property
     def ms(self) -> float:
@@ -54,7 +54,7 @@ class Explained(Observer):
         self._parameters: set[str] = set()
         self._waits: dict[tuple[str, str, str], Wait] = {}
         self._sessions: list[ref[PlannedSession]] = []
-        #: of each optimizer that steps whole, why
+        #: of each optimizer that steps whole, why; and of models on a GPU where nothing is gained
         self.verdicts: list[str] = []
 
     def watch(self, session: PlannedSession) -> None:
@@ -80,11 +80,11 @@ class Explained(Observer):
         key = function, line, self._kind(name)
         wait = self._waits.setdefault(key, Wait(*key))
         wait.of_ms[name.removesuffix(".grad")] += (end_ns - start_ns) / _MS
-        wait.times += 1
 
     def on_step(self, step: int, at_ns: int) -> None:
         # Every rank comes to this step, and ends as a script does that has come to its end.
         if step >= self._steps:
+            self.verdicts += filter(None, map(_of_host, self._alive()))
             if dist.is_available() and dist.is_initialized():
                 # A rank that goes while others still answer it would look lost to them.
                 with contextlib.suppress(RuntimeError):
@@ -94,8 +94,10 @@ class Explained(Observer):
     @property
     def _are_measuring(self) -> bool:
         """Whether the first rounds of every model, which no others are like, are over."""
-        sessions = [session for r in self._sessions if (session := r()) is not None]
-        return all(session.is_measuring for session in sessions)
+        return all(session.is_measuring for session in self._alive())
+
+    def _alive(self) -> list[PlannedSession]:
+        return [session for r in self._sessions if (session := r()) is not None]
 
     def _kind(self, name: str) -> str:
         kinds = {
@@ -109,6 +111,15 @@ class Explained(Observer):
         if name.endswith(".grad"):
             return "gradients"
         return "parameters" if name in self._parameters else "weights"
+
+
+def _of_host(session: PlannedSession) -> str:
+    """Why nothing is gained on a GPU that waits for its host, if so."""
+    figures = session.stats()
+    # What a plan can hide is a part of what is sent, where that was seen.
+    if session.slots[0].parameter.device.type == "cpu" or not figures["comm_ms"]:
+        return ""
+    return no_gain(len(session.slots), int(figures["chunks"]), float(figures["comm_ms"]) / 1e3)
 
 
 def begin(steps: int) -> Explained:

@@ -23,7 +23,7 @@ from bytesched.plugins import graphs
 from bytesched.plugins.exchanges.peers import Peers
 from bytesched.plugins.graphs.layer import laps
 from bytesched.plugins.graphs.pieces import by_rows, product
-from bytesched.report.ranks import shares_of
+from bytesched.report.shares import shares_of
 from bytesched.trace.reading import read_traces
 from bytesched.trace.timeline import trace_name
 

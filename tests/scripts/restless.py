@@ -28,7 +28,7 @@ class Restless:
 
     def begin(self, facts: RunFacts) -> Decision:
         assert facts.probes
-        assert facts.world_size > 1
+        assert sum(facts.ranks_per_host) > 1
         self._facts = facts
         return self._next()
 

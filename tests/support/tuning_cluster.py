@@ -20,7 +20,7 @@ from bytesched.tuning.controller import Controller, Turn
 from bytesched.tuning.memory import Memory
 from bytesched.tuning.online import OnlineTuner
 from bytesched.tuning.search import Search
-from bytesched.tuning.space import Limits
+from bytesched.tuning.space import Given
 
 OFF_MB = 25
 UNTUNED = Setting(1 << 20, 2 << 20)
@@ -111,7 +111,7 @@ class Cluster:
         """So many steps, at least, in whole turns."""
         until = self.steps + steps
         while self.steps < until:
-            controller.observe(self.run(controller.turn), self.link.bytes_per_s)
+            controller.observe(self.run(controller.turn))
 
     def turns(self, tuner: Tuner, word: Decision) -> Iterator[Decision]:
         """The words of a tuner, each after its steps."""
@@ -155,10 +155,8 @@ class Cluster:
         return RunFacts(**(facts | changes))  # type: ignore[arg-type]
 
 
-def tuner_on(cluster: Cluster, folder: Path, limits: Limits | None = None) -> OnlineTuner:
-    return OnlineTuner(
-        limits or Limits(), memory=Memory(folder=folder), now_s=lambda: cluster.now_s
-    )
+def tuner_on(cluster: Cluster, folder: Path, given: Given | None = None) -> OnlineTuner:
+    return OnlineTuner(given or Given(), memory=Memory(folder=folder), now_s=lambda: cluster.now_s)
 
 
 def train(cluster: Cluster, tuner: Tuner, steps: int, **facts: object) -> Decision:

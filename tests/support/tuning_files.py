@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from bytesched.tunable import Setting
 from bytesched.tuning.file import Fingerprint, Trial, TuningFile
 
@@ -22,4 +20,3 @@ DONE = TuningFile(
     400.0,
     440.0,
 )
-RUNNING = replace(DONE, setting=None, step_ms=float("nan"))

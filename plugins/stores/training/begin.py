@@ -141,7 +141,6 @@ def _sized(config: Config, slots: list[Slot], wire: StoreWire) -> Config:
     rule, chunks = RULES["store"], chunks_on_their_way(servers)
     best_bytes = 0
     if not config.partition_bytes:
-        assert rule.overhead_s is not None
         best_bytes = partition_seed_bytes(
             total_bytes=sum(slot.parameter.nbytes for slot in slots),
             overhead_s=rule.overhead_s,

@@ -98,7 +98,7 @@ def test_the_same_is_measured_again_and_compared(bench: Bench) -> None:
 def test_several_batch_sizes_are_recorded_for_the_burst_planner(bench: Bench) -> None:
     options = ["--model", "resnet", "--batch", "2,1", "--systems", "ddp", *QUICK]
     result = bench.result(*options, "--record", "mine.json")
-    graph = load_graph([str(bench.folder / "mine.json")], fixed_share=0.2)
+    graph = load_graph([str(bench.folder / "mine.json")])
     assert (graph.name, graph.batch, graph.assumed) == ("resnet", 2, "")
     layers = list(layers_of(graph.chain))
     assert sum(layer.parameter_bytes for layer in layers) == result["compute"]["model_bytes"]

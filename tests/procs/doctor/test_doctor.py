@@ -29,7 +29,6 @@ def test_this_machine_is_ready(
 ) -> None:
     if is_warm:
         monkeypatch.setattr(sys, "executable", warm_python())
-    monkeypatch.setattr(trials, "horovod", lambda _: [])  # see test_doctor_horovod
     assert doctor.main(["--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
     assert answer["ok"] is True

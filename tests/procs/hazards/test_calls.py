@@ -11,6 +11,7 @@ import way_cases
 from ranks import Ranks
 
 from bytesched.bench.compare import changes, load_result
+from bytesched.link.host import added_calls
 
 #: of scripts/count-calls --json
 STORED = load_result(Path(__file__).with_name("counts.json"))
@@ -60,7 +61,7 @@ def test_what_ddp_does_costs_few_calls_more(two_ranks: Ranks, layers: int) -> No
     found = counting.counted(two_ranks, "crossing", layers)
     tensors = counting.TENSORS_PER_LAYER * layers
     more = (found.total - plain.total) * tensors
-    assert more <= 20 * tensors + 60 * found.messages, (more, tensors, found.messages)
+    assert more <= added_calls(tensors, round(found.messages)), (more, tensors, found.messages)
 
 
 @pytest.mark.slow

@@ -116,7 +116,7 @@ def test_torch_runs_a_planned_order_unchanged(
 ) -> None:
     path, profile = tmp_path / "order.csv", tmp_path / "stages.json"
     profile.write_text(json.dumps({"stages": [{"forward_s": 1e-3, "backward_s": 2e-3}] * 4}))
-    given = f"--profile {profile} --ranks 2 --micro-batches 4 --time-limit-s 10 --csv {path}"
+    given = f"--profile {profile} --ranks 2 --micro-batches 4 --time-limit-s 10 -o {path}"
     assert main(["plan", *given.split(), *options.split()]) == 0
     assert max(four_ranks.run(cases.follows_a_planned_order, str(path))) < 1e-6
 

@@ -324,7 +324,7 @@ def test_off_turns_everything_off(tmp_path: Path) -> None:
         (["--partition-bytes", "2MB", "--credit-bytes", "1MB"], "credit_bytes = 1000000 is below"),
         (["--policy", "fast"], "no policy 'fast'"),
         (["--set", "polcy=fifo"], "did you mean policy?"),
-        (["--set", "tune=1", "--set", "tune_space=size=3"], "tune_space: there is no 'size'"),
+        (["--set", "tune=1", "--set", "tune_space=size=3"], "is gone: set partition_bytes or"),
         (["--set", "policy"], "--set FIELD=VALUE"),
         (["--timeout", "3"], "--timeout"),
         ([], "script.py"),

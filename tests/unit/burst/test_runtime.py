@@ -165,7 +165,7 @@ def test_a_model_with_branches_is_recorded_planned_and_placed(tmp_path: Path) ->
     assert torch.equal(drawn, torch.rand(1)), "random numbers were drawn"
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
-    graph = load_graph([f"{tmp_path}/mine.json"], fixed_share=0.2)
+    graph = load_graph([f"{tmp_path}/mine.json"])
     assert (graph.batch, graph.assumed) == (4, "")
     entry, block, head = graph.chain
     assert isinstance(entry, Layer)

@@ -110,6 +110,8 @@ WRONG: dict[str, list[tuple[str, str]]] = {
         ("--profile vgg16 --rate fast", "expected a number and a unit"),
         ("--profile vgg16 --background-us 9", "a background step takes 250 us"),
         ("--profile vgg16 --json nowhere/plan.json", "no such folder"),
+        ("--profile vgg16 --png plan.png", "--json has the plan"),
+        ("--profile vgg16 --fixed-share 0.1", "measure several batch sizes: bench --batch"),
     ],
     "pipeline plan --profile stages.json --ranks 2 --micro-batches 4": [
         ("--placement x", "torch puts a stage on one rank"),
@@ -120,17 +122,14 @@ WRONG: dict[str, list[tuple[str, str]]] = {
         ("--profile gtp", "did you mean gpt"),
         ("--activation 1MiB", "--activation is gone: --profile takes a file with a list"),
         ("--microbatches=4", "--microbatches is gone: it is --micro-batches"),
-        ("--csv /none/order.csv", "there is no such folder"),
-        ("--csv /", "--csv: /: it is a folder"),
-    ],
-    "tune": [
-        ("", "--show --forget is required"),
-        ("--steps 9 -- torchrun train.py", "torchrun ... -m bytesched run --tune 1 train.py"),
-        ("--show --steps 9", "bytesched run --tune 1 --set tune_steps=N"),
+        ("-o /none/order.csv", "there is no such folder"),
+        ("-o order.txt", "order.txt: expected .csv or .png"),
+        ("--csv order.csv", "--csv is gone: it is -o FILE.csv"),
     ],
     "": [
         ("docter", "did you mean doctor?"),
         ("wave", "is gone: what it measured"),
+        ("tune --show", "is gone: bytesched run --tune 1 tunes; tunings are in ~/.cache"),
         ("--loud", "--loud"),
     ],
 }

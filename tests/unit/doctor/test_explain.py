@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 from bytesched.doctor.advice import ADVICE, advice_for
 from bytesched.doctor.explain import report
-from bytesched.plugins.script.explained import Wait
+from bytesched.plugins.script.explained import Wait, _of_host
 
 FIGURES = {
     "mode": "cross",
@@ -65,3 +68,18 @@ def test_many_names_are_counted(kind: str) -> None:
 def test_what_was_not_wrapped_is_told() -> None:
     lines = report([], ["DDP of Net: step() was compiled"], [])
     assert lines == ["mode plain: DDP of Net: step() was compiled"]
+
+
+@pytest.mark.parametrize(
+    ("device", "comm_ms", "is_told"),
+    [("cuda", 3.0, True), ("cuda", 4.0, False), ("cuda", 0.0, False), ("cpu", 3.0, False)],
+)
+def test_a_gpu_that_waits_for_its_host_is_told_of(
+    device: str, comm_ms: float, is_told: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """148 tensors in a chunk are 3,020 calls."""
+    monkeypatch.setattr("bytesched.link.host.call_s", lambda: 1e-6)
+    slot = SimpleNamespace(parameter=SimpleNamespace(device=torch.device(device)))
+    figures = {"chunks": 1, "comm_ms": comm_ms}
+    session: Any = SimpleNamespace(slots=[slot] * 148, stats=lambda: figures)
+    assert ("3.02 ms of each iteration" in _of_host(session)) is is_told

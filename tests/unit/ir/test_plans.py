@@ -100,7 +100,7 @@ def test_a_rank_remembers_weights_activations_gradients_and_workspace() -> None:
 
 @pytest.mark.parametrize("name", shipped_graphs())
 def test_plans_of_the_burst_planner_pass(name: str) -> None:
-    graph = load_graph([name], batch=8, fixed_share=0.3)
+    graph = load_graph([name], batch=8)
     cluster = Cluster(4, 1e9, 1e-5)
     found = fastest_plan(Task(graph, cluster, 2.0))
     task = Task(graph, cluster, 2.0)
@@ -115,7 +115,7 @@ def test_plans_of_the_burst_planner_pass(name: str) -> None:
 
 
 def test_a_burst_on_all_devices_takes_the_time_that_its_planner_says() -> None:
-    graph = load_graph(["vgg16"], batch=8, fixed_share=0.3)
+    graph = load_graph(["vgg16"], batch=8)
     # Rings without latency, as in the planner's model.
     task = Task(graph, Cluster(4, 1e9, 0.0), 100.0)
     plan = (Place(0, 4),) * len(graph.chain)

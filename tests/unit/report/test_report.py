@@ -5,19 +5,24 @@ from __future__ import annotations
 import builtins
 import itertools
 import json
+import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import pytest
+from tuning_files import DONE
 
 from bytesched import cli
 from bytesched.bench.picture import draw_bench
 from bytesched.errors import PluginError
 from bytesched.report.iteration import IterationView, draw_iteration, view_iteration
-from bytesched.report.ranks import draw_ranks
-from bytesched.trace.reading import Span, Trace, read_traces
+from bytesched.trace.reading import read_traces
 from bytesched.trace.timeline import Timeline
+from bytesched.tunable import Setting
+from bytesched.tuning.file import Trial
+from bytesched.tuning.memory import Memory
 
 MS = 1_000_000
 LAYERS = 6
@@ -146,9 +151,9 @@ def test_draw_iteration_writes_the_same_png_whatever_the_users_settings(
     tmp_path: Path, runs: tuple[Path, Path]
 ) -> None:
     matplotlib = pytest.importorskip("matplotlib")
-    draw_iteration(*runs, tmp_path / "a.png", title="Six layers")
+    draw_iteration(*runs, tmp_path / "a.png")
     with matplotlib.rc_context({"axes.facecolor": "black", "font.size": 30}):
-        draw_iteration(*runs, tmp_path / "b.png", title="Six layers")
+        draw_iteration(*runs, tmp_path / "b.png")
         assert matplotlib.rcParams["font.size"] == 30
     assert is_png(tmp_path / "a.png")
     assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
@@ -170,9 +175,9 @@ def test_words_of_the_picture(
         savefig(figure, *args, **options)
 
     monkeypatch.setattr(figure_module.Figure, "savefig", read_and_save)
-    draw_iteration(*runs, tmp_path / "out.png", title="Six layers")
+    draw_iteration(*runs, tmp_path / "out.png")
     for expected in (
-        "Six layers",
+        "An iteration and the forward pass after it",
         "165 ms per iteration, 65 ms of it waiting",
         "120 ms per iteration, 10 ms of it waiting",
         "barrier: all sent, then step() returns",
@@ -252,11 +257,13 @@ def test_command(tmp_path: Path, runs: tuple[Path, Path], said: Callable[..., st
     refused: list[list[Any]] = [
         [result],
         [runs[0], result, "-o", out],
+        [runs[0], "-o", out],
         [tmp_path / "no.json", "-o", out],
-        [result, "-o", tmp_path / "no" / "out.png"],
     ]
     for wrong in refused:
         assert said("report", *wrong, code=1).startswith("bytesched report: ")
+    for name, why in (("no/out.png", "no such folder"), ("out.svg", "expected .json or .png")):
+        assert why in said("report", result, "-o", tmp_path / name, code=2)
 
 
 @pytest.mark.parametrize("old", [*cli.REPLACED])
@@ -265,7 +272,7 @@ def test_an_older_name_is_told_the_new_one(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     told = said(old, "x.json", code=2)
-    assert f"{old} is now: bytesched {cli.REPLACED[old]}" in told
+    assert f"{old} is gone: {cli.REPLACED[old]}" in told
 
 
 def test_a_folder_may_have_an_older_name(
@@ -279,22 +286,30 @@ def test_a_folder_may_have_an_older_name(
     said("report timeline")
 
 
-def test_a_run_is_drawn_rank_by_rank(runs: tuple[Path, Path], tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    spans = {
-        "forward": [Span(0, 6, "forward", {}), Span(11, 16, "forward", {})],
-        "backward": [Span(6, 10, "backward", {}), Span(16, 20, "backward", {})],
-        "wait": [Span(3, 5, "to 1", {})],
-        "background": [Span(3.2, 4.4, "step 1", {})],
-    }
-    traces = [Trace(rank, spans, [(1, 0.0), (2, 10.5), (3, 20.5)]) for rank in range(2)]
-    draw_ranks(traces, tmp_path / "run.png")
-    assert is_png(tmp_path / "run.png")
-    with pytest.raises(ValueError, match="no whole iteration"):
-        draw_ranks([Trace(0)], tmp_path / "none.png")
-    assert not (tmp_path / "none.png").exists()
-    assert cli.main(["report", str(runs[1]), "-o", str(tmp_path / "one.png")]) == 0
-    assert is_png(tmp_path / "one.png")
+def test_the_settings_that_were_tried_are_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: Callable[..., str]
+) -> None:
+    """Without what a search needs."""
+    for name in ("numpy", "sklearn", "torch"):
+        monkeypatch.setitem(sys.modules, name, None)
+    path = tmp_path / "tuning.json"
+    trials = [
+        Trial(
+            Setting(p << 18, w * p << 18), phase, 400.0 + p + w, (400.0, 402.0 + p, 900.0), p == 4
+        )
+        for p in (1, 2, 4)
+        for w, phase in ((1, "search"), (2, "guard"))
+    ]
+    Memory(path).save(replace(DONE, trials=tuple(trials)))
+    head, titles, *rows = said("report", path).splitlines()
+    assert head == f"{path}: partition 1 MiB, credit 3 MiB, 400.0 ms (9.1 % gained)"
+    assert titles.split() == ["phase", "setting", "step", "ms", "steps"]
+    assert len(rows) == len(trials)
+    assert "partition 1 MiB, credit 1 MiB" in rows[-2]
+    assert rows[-2].endswith("405.0      3  cut short")
+    assert "leave out -o" in said("report", path, "-o", tmp_path / "out.png", code=1)
+    path.write_text('{"trials": []}')
+    assert f"{path.name}: not the memory of a tuning" in said("report", path, code=1)
 
 
 def test_help_says_how_to_get_the_two_traces(said: Callable[..., str]) -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bytesched.report.ranks import KINDS, shares_of
+from bytesched.report.shares import KINDS, shares_of
 from bytesched.trace.reading import Span, Trace
 from bytesched.trace.timeline import Timeline
 

@@ -1,4 +1,4 @@
-"""What `bytesched run` watches: imports, copies of the script, steps with nothing to tune."""
+"""What `bytesched run` watches: imports, copies of the script, and nothing to tune."""
 
 from __future__ import annotations
 
@@ -6,21 +6,16 @@ import importlib
 import os
 import subprocess
 import sys
-from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
-import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook
 from warm_python import warm_python
 
 from bytesched.environment import child_environment
-from bytesched.plugins import left, registry
 from bytesched.run.copies import watch_copies
-from bytesched.run.untuned import PATIENCE_STEPS, watch_steps
 from bytesched.run.watch import after_import
 
 
@@ -189,63 +184,9 @@ def test_wrong_arguments_are_refused_by_popen_itself(script: Path) -> None:
         started("train.py", [sys.executable, "train.py"], speed=3)
 
 
-TRAIN = f"""
-import torch
-optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)
-for _ in range({PATIENCE_STEPS}):
-    optimizer.step()
-print("trained")
-"""
-
-
-@pytest.fixture
-def step(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> Callable[[], list[str]]:
-    """Makes a step of an optimizer; what was said so far."""
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)
-    optimizers = sys.modules["torch.optim.optimizer"]
-    # Those of this test end with it.
-    monkeypatch.setattr(optimizers, "_global_optimizer_post_hooks", OrderedDict())
-    watch_steps(optimizers)
-    # Hooks of others come after it.
-    register_optimizer_step_post_hook(lambda *_: None)
-
-    def stepped() -> list[str]:
-        optimizer.step()
-        return caplog.messages
-
-    return stepped
-
-
-def test_it_is_said_once_and_why(
-    step: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # As where a DDP has been made.
-    importlib.import_module("bytesched.plugins.script.watched")
-    said = {("DistributedDataParallel of Net", "there is one rank"): None}
-    monkeypatch.setattr(left, "_left", said)
-    for _ in range(PATIENCE_STEPS - 1):
-        assert step() == []
-    for _ in range(2 * PATIENCE_STEPS):
-        (line,) = step()
-    assert f"after {PATIENCE_STEPS} steps of SGD, DistributedDataParallel of Net: there" in line
-
-
-def test_nothing_is_said_of_a_script_that_is_tuned(
-    step: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    step()
-    with monkeypatch.context() as wrapped:
-        wrapped.setattr(registry, "sessions", lambda: [object()])
-        step()
-    for _ in range(2 * PATIENCE_STEPS):
-        assert step() == []
-
-
 @pytest.mark.parametrize("tune", ["1", "0"])
 def test_a_script_of_ones_own_is_told(tune: str, tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(TRAIN)
+    (tmp_path / "train.py").write_text("print('trained')\n")
     done = subprocess.run(
         [warm_python(), "-m", "bytesched", "run", "train.py"],
         cwd=tmp_path,
@@ -256,5 +197,4 @@ def test_a_script_of_ones_own_is_told(tune: str, tmp_path: Path) -> None:
         check=False,
     )
     assert (done.returncode, done.stdout) == (0, "trained\n"), done.stderr
-    assert ("nothing is tuned: after" in done.stderr) == (tune == "1")
-    assert ("neither a DistributedDataParallel nor" in done.stderr) == (tune == "1")
+    assert ("nothing to schedule: the script made neither" in done.stderr) == (tune == "1")

@@ -8,6 +8,7 @@ import pytest
 
 from bytesched.bench.profile import load_profile
 from bytesched.link.fabric import Cores, Fabric
+from bytesched.link.host import call_s
 from bytesched.sim.predict import Prediction
 from bytesched.sim.systems import Costs, Model
 from bytesched.sim.table import Case, gain, verdict
@@ -58,6 +59,23 @@ def test_what_is_lost_has_a_cause() -> None:
     assert "as each of its 10 collectives waits for cores, of which a rank has 0.5." in verdict(
         crowded, both
     )
+
+
+def test_a_gpu_that_waits_for_its_host_gains_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """100 tensors and 10 collectives are 2,600 calls."""
+    monkeypatch.setattr("bytesched.link.host.call_s", lambda: 1e-6)
+    gpu = replace(CASE, fabric=replace(CASE.fabric, algorithm="nccl", overlaps=False))
+    small = [found("ddp", 82.5), found("bytesched", 80.0)]
+    assert verdict(gpu, small) == (
+        "2 ranks: no gain here if the GPU waits for its host: for 100 tensors in 10 chunks, "
+        "bytesched's Python takes 2.6 ms of each iteration, and at most 2.5 ms can be gained."
+    )
+    assert verdict(CASE, small).startswith("2 ranks: yes, ")
+    assert verdict(gpu, [found("ddp", 82.7), small[1]]).startswith("2 ranks: yes, ")
+
+
+def test_what_a_call_takes_is_measured() -> None:
+    assert 1e-9 < call_s() < 1e-4
 
 
 def test_without_a_peer_there_is_no_verdict() -> None:

@@ -10,14 +10,21 @@ import pytest
 from tuning_cluster import BlindSearch, Cluster, Link, exact_step_s
 
 from bytesched.tunable import Setting
-from bytesched.tuning.controller import Adopted, Controller, Drifted, Pace, Report
+from bytesched.tuning.controller import (
+    SAME_DROP,
+    Adopted,
+    Controller,
+    Drifted,
+    Pace,
+    Report,
+)
 from bytesched.tuning.file import Trial
 from bytesched.tuning.search import Search
-from bytesched.tuning.space import Limits, Range, Space
+from bytesched.tuning.space import Given, Space
 from bytesched.tuning.times import spread, typical_s
 
 MIB = 1 << 20
-SPACE = Space(Limits(Range(256 << 10, 8 * MIB), Range(0, 32 * MIB)))
+SPACE = Space(256 << 10, 8 * MIB)
 UNTUNED = Setting(8 * MIB, 32 * MIB)
 
 
@@ -173,7 +180,7 @@ def test_what_is_adopted_is_never_worse_than_untuned_or_off(off_is_best: bool) -
     if off_is_best:
         cluster.link = Link(8e-3, 500e6)
         untuned, hopeless_bytes = Setting(64 << 10, 64 << 10), 64 << 10
-    hopeless = Space(Limits(Range(hopeless_bytes, hopeless_bytes)))
+    hopeless = Space(0, 0, Given(hopeless_bytes))
     log = driven(cluster, 160, untuned=untuned, space=hopeless)
     off = Setting(untuned.partition_bytes, untuned.credit_bytes, enabled=False)
     assert log.adopted[0].setting == (off if off_is_best else untuned)
@@ -189,7 +196,7 @@ def test_steps_that_show_nothing_are_dropped(first_drop: int, drop: int) -> None
     controller.observe(cluster.run(controller.turn))
     while controller.turn.phase != "guard":
         is_changed = controller.turn.setting != before
-        assert controller.turn.dropped == (drop if is_changed else pace.same_drop)
+        assert controller.turn.dropped == (drop if is_changed else SAME_DROP)
         before = controller.turn.setting
         controller.observe(cluster.run(controller.turn))
 
