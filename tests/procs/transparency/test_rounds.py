@@ -159,6 +159,14 @@ def test_a_decision(two_ranks: Ranks, verdict: str, mode: str) -> None:
     assert first[3] == (verdict == "PLAIN")
 
 
+@pytest.mark.parametrize("is_guarded", [True, False])
+def test_the_same_run_twice(three_ranks: Ranks, is_guarded: bool) -> None:
+    """Who wins decides how sums of three ranks round, and is said."""
+    for rank, (found, said) in enumerate(three_ranks.run(ways.decided_twice, is_guarded)):
+        assert bool(found) == is_guarded, found
+        assert said == (2 if is_guarded and rank == 0 else 0)
+
+
 @views
 @cases(*ROUNDS)
 @pytest.mark.one_in(6)
