@@ -28,6 +28,7 @@ from bytesched.errors import PluginError
 
 from ..planned.bundles import Bundle, Debt, Slot, Update
 from ..planned.hooked_session import HookedSession
+from ..planned.reducer import is_joining
 from ..planned.terms import Terms
 from ..planned.updates import Parts, Updates
 from ..update.deferred import Deferred
@@ -295,6 +296,16 @@ class FoldedSession(HookedSession):
             sync=lambda: self._folding.is_last(),
             find_unused=False,
         )
+
+    def forward_begins(self, module: Any) -> None:
+        """See `PlannedSession`."""
+        if not self._is_off and is_joining(module):
+            raise PluginError(
+                "DistributedDataParallel.join() shadows DDP's own all-reduces, but not those of "
+                "moments (accumulate='adama'): pad the shorter ranks' data, or unwrap the "
+                "optimizer first"
+            )
+        super().forward_begins(module)
 
     def _hook(self, root: nn.Module) -> None:
         self._undo.append(self._folding.close)

@@ -1,15 +1,17 @@
 """torch.compile beside a thread that updates: the two exclude each other.
 
-While torch compiles, ``torch.compiler.is_compiling()`` is true for every thread, and optimizers
-then take other code paths, which round differently. And the compiler reads parameters: a pending
-one would wait for an update that waits for the compiler.
+While torch compiles or exports, ``torch.compiler.is_compiling()`` is true for every thread, and
+optimizers then take other code paths, which round differently. And the compiler reads parameters:
+a pending one would wait for an update that waits for the compiler.
 """
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import torch
@@ -17,8 +19,8 @@ from torch import nn
 
 _POLL_S = 0.001
 
-#: from torch 2.7 on
-is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", bool)
+#: from torch 2.7 on; true for all threads while one exports
+_are_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", bool)
 
 #: torch's own lock, held from before a compilation raises its flag until after it is down
 _compile_lock: Any = None
@@ -26,6 +28,18 @@ _compile_lock: Any = None
 _compiler_waits = False
 #: held by an update that goes on because the compiler waits
 _unlocked = threading.Lock()
+
+
+def is_exporting() -> bool:
+    """Whether ``torch.export`` has called this, not only in another thread."""
+    return _are_exporting() and (torch.compiler.is_dynamo_compiling() or _is_below_export())
+
+
+def _is_below_export() -> bool:
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_globals.get("__name__") != "torch.export._trace":
+        frame = frame.f_back
+    return frame is not None
 
 
 def exclude_compiler() -> bool:

@@ -91,7 +91,7 @@ def _found(place: str) -> Any:
 def _waiting(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_compiling():
+        if not torch.compiler.is_dynamo_compiling():
             ready(args)
             if kwargs:
                 ready(kwargs)

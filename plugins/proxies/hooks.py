@@ -30,7 +30,7 @@ class StayingHook:
         if is_exporting():
             # It is no part of what torch.export makes, and no forward pass is taken.
             return
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             self._break(module, args)
         else:
             self._call(module, args)

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import bytesched
+from bytesched.plugins.planned import guard
 from bytesched.urgency import URGENCY
 
 # A stopped peer is noticed after that.
@@ -280,6 +281,22 @@ def fails_in_an_answer(victim: int, fault: str) -> None:
     signals().set("an answer fails")
     # Its script goes on, and waits for gradients of the one that asks.
     told(lambda: script.train(2))
+
+
+def fails_in_a_turn_of_ddp(victim: int, fault: str) -> None:
+    """`fault` befalls rank `victim` in its first backward pass with DDP by itself."""
+
+    def at(reached: str) -> None:
+        if reached == "in_backward" and dist.get_rank() == victim:
+            FAULTS[fault]()
+
+    def turn_begins() -> None:
+        script.fault_step = script.step
+
+    vars(guard).update(_SETTLED=2, _COUNTED=1)
+    before("bytesched.plugins.planned.guard:Guard", "plain_begins", turn_begins)
+    script = Script(at, fault_step=-1).wrap()
+    told(lambda: script.train_through(20))
 
 
 def fails_in_a_section(victim: int, fault: str) -> None:

@@ -13,8 +13,10 @@ import torch
 import torch.distributed as dist
 from moe_cases import EXPERTS, WIDTH, batch_of, experts_of, gate_of, layer_of
 from raised import told
+from rank_worker import signals
 from torch import Tensor, nn
 
+from bytesched.errors import BytesschedError
 from bytesched.plugins import moe
 from bytesched.plugins.exchanges.peers import peers_of
 from bytesched.urgency import URGENCY
@@ -192,6 +194,25 @@ def raises_in_one_row() -> list[str]:
     row = grid.expert_parallel
     layer = layer_that_raises("last expert", error, is_failing=is_failing, group=row)
     return [outcome(lambda: layer(torch.randn(64, WIDTH, dtype=torch.float64)), error)]
+
+
+def raises_in_backward(stays: bool) -> None:
+    """The last rank's experts raise in the backward pass; it ends, or stays until others do."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    layer = layer_of(gate_of("top2"), own=True)
+    y = layer(batch_of(rank).requires_grad_())
+
+    def fail(_: Tensor) -> None:
+        raise ValueError("the weather")
+
+    if rank == size - 1:
+        next(layer.experts.parameters()).register_hook(fail)
+    said = told(y.sum().backward, ValueError if rank == size - 1 else BytesschedError)
+    if rank == size - 1 and stays:
+        signals().wait("others are told")
+    print(said, flush=True)
+    signals().set("others are told")
+    os._exit(0)
 
 
 def fails_before_it_reduces(number: int) -> None:

@@ -22,7 +22,7 @@ from unittest import mock
 import torch
 from rank_worker import resolve
 from torch import Tensor, nn
-from training import Job, adamw, train
+from training import Job, adamw, differences, listening, train
 
 import bytesched
 from bytesched.plugins.planned import guard as guards
@@ -190,6 +190,21 @@ def aside_and_back(job: Job) -> None:
     there = [is_there for is_there, _ in groupby(deferred)]
     assert there == ([True, False, True] if job.wrapped else [False])
     job.record_state(model, optimizer)
+
+
+def decided_twice(guard: bool) -> tuple[list[str], int]:
+    """Where two runs differ of which the plan wins one and DDP the other; how often that is said.
+
+    Without a ``guard`` nobody wins.
+    """
+    one, other = list[Any](), list[Any]()
+    with listening() as lines:
+        for verdict, run in (("PLANNED", one), ("PLAIN", other)):
+            with contextlib.closing(RoundsJob(wrapped=True, guard=guard, hierarchy="off")) as job:
+                decided(job, verdict)
+            run += [value for _, value in job.records]
+    said = sum(" ms with plain DDP, " in line for line in lines)
+    return list(differences(one, other, "recorded")), said
 
 
 def in_buckets_of_ours(job: RoundsJob, script: tuple[str, str], *args: Any) -> None:

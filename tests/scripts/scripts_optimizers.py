@@ -512,3 +512,15 @@ def mode_around_step(job: Job, model: Any, optimizer: Any, step: int) -> None:
     with Counting() as mode:
         optimizer.step()
     job.record("seen", mode.seen)
+
+
+def step_compiled(job: Job, kind: str, backend: str) -> None:
+    """`step()` of a wrapped optimizer under `torch.compile`."""
+    torch._dynamo.reset()
+    model = job.ddp(mlp())
+    optimizer = job.wrap({"sgd": sgd, "adamw": adamw}[kind](model), model)
+    step: Any = torch.compile(optimizer.step, backend=backend)
+    for number in range(STEPS):
+        closure_of(job, model, optimizer, number)()
+        step()
+    job.record_state(model, optimizer)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import importlib
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -19,11 +20,13 @@ from rank_worker import resolve
 from scripts_models import Branching
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 from training import Job, adamw, backward, gradients, listening, script, sgd, train
 
+import bytesched
 from bytesched.errors import PluginError
 from bytesched.plugins.c10d import ddp as ddps
 from bytesched.plugins.planned import ddp_session
@@ -408,6 +411,33 @@ def in_a_context(job: Job, first: int) -> None:
     job.record_state(model, optimizer)
 
 
+def begun_over_nccl(job: Job, what: str) -> None:
+    """As far as `wrap` knows: there is no GPU."""
+    model = job.ddp(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8, affine=False), layers(1)))
+    if what == "SyncBatchNorm":
+        # DDP itself takes none on the CPU, where it does not synchronize.
+        model.module[1] = nn.SyncBatchNorm(8, affine=False).eval()
+    else:
+        model._register_buffer_comm_hook(model, averaged_buffers)
+    with mock.patch.object(ddps, "kind_of", return_value="nccl"):
+        optimizer = job.wrap(adamw(model), model)
+    train(job, model, optimizer, steps=STEPS)
+    job.record_state(model, optimizer)
+
+
+def averaged_buffers(model: Any, buffers: dict[str, Tensor]) -> list[Any]:
+    floating = [buffer for buffer in buffers.values() if buffer.is_floating_point()]
+    return [dist.all_reduce(buffer, async_op=True).get_future() for buffer in floating]
+
+
+def over_another_back_end() -> str:
+    """What `wrap` raises for a group of a back end that sends nothing."""
+    # It becomes one by that.
+    importlib.import_module("torch.testing._internal.distributed.fake_pg")
+    model = DistributedDataParallel(layers(), process_group=dist.new_group(backend="fake"))
+    return raised(lambda: bytesched.wrap(sgd(model), model))
+
+
 @script(sgd, layers, wraps=False)
 def unwrapped_and_wrapped(job: Job, model: Any, optimizer: Any) -> None:
     for turn in range(3):
@@ -536,6 +566,28 @@ def joined(job: Job, finds_unused: bool, first: int) -> None:
     job.record_state(model, optimizer)
     train(job, model, optimizer, steps=STEPS, first_step=50, inputs=inputs)
     job.record_state(model, optimizer)
+
+
+def joined_in_vain(what: str) -> str:
+    """What is raised in the first pass under a join() that a training cannot go on in."""
+    module: Any = Waves() if what == "complex" else layers()
+    name, parameter = next(module.named_parameters())
+    fields: dict[str, dict[str, Any]] = {
+        "sharded": {"shard": True},
+        "AdamA": {"accumulate": "adama"},
+        "groups": {"groups": {parameter: None}},
+    }
+    if what == "groups":
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, [name])
+    with contextlib.closing(Job(wrapped=True)) as job:
+        model = job.ddp(module)
+        optimizer = job.wrap(adamw(model), model, **fields.get(what, {}))
+
+        def join() -> None:
+            with model.join(divide_by_initial_world_size=what != "divided by those left"):
+                train(job, model, optimizer, steps=1)
+
+        return raised(join)
 
 
 # -- compiled ------------------------------------------------------------------------------

@@ -497,6 +497,24 @@ def shards_loaded_plain(path: str) -> dict[str, Any]:
     return state
 
 
+def asked_while_others_wait(where: str) -> str:
+    """What the first rank is told, which asks for a state while the others wait for it."""
+    job = Job(wrapped=True, shard=True)
+    first, second = job.ddp(mlp()), job.ddp(mlp())
+    asked = job.wrap(adamw(first), first, timeout_s=1.0)
+    other = job.wrap(adamw(second), second, timeout_s=100.0)
+    train(job, first, asked, steps=2)
+    backward(job, second, 0)
+    said = raised(asked.state_dict) if job.rank == 0 else ""
+    if where == "in another step":
+        other.step()
+    else:
+        dist.all_reduce(torch.zeros(1))
+    raised(lambda: job.unwrap(asked))
+    job.close()
+    return said
+
+
 def refusals() -> dict[str, str]:
     """What is raised for uses that a sharded update does not have, with its message."""
     found: dict[str, str] = {}
@@ -505,6 +523,7 @@ def refusals() -> dict[str, str]:
         found[what] = raised(use)
 
     with sharded(0, uneven, lambda model: adamw(model.module[:-1])) as (job, model, optimizer):
+        note("of another", lambda: bytesched.wrap(sgd(model), model))
         note("early shards", lambda: bytesched.sharded_state(optimizer).state_dict())
         train(job, model, optimizer, steps=2)
         note("late optimizer", lambda: bytesched.wrap(sgd(model.module[-1]), model))

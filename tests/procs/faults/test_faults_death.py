@@ -10,6 +10,7 @@ import pytest
 from faults_cases import (
     FAULT_STEP,
     fails_in_a_section,
+    fails_in_a_turn_of_ddp,
     fails_in_an_answer,
     train_until_fault,
 )
@@ -155,6 +156,14 @@ def test_fault_in_training(scenario: Scenario, runs: Runs) -> None:
 def test_fault_elsewhere(scenario: Scenario, runs: Runs) -> None:
     """Where a rank answers for its part of a state dict, and in an urgent section."""
     check_survivors(scenario, runs.of(scenario))
+
+
+@pytest.mark.parametrize("scenario", elsewhere(fails_in_a_turn_of_ddp, "kill", *OTHER))
+def test_the_error_in_a_turn_of_ddp_is_its_own(scenario: Scenario, runs: Runs) -> None:
+    survivor, _ = runs.of(scenario)
+    assert survivor.told["error"] == "RuntimeError", survivor.stderr
+    assert "by peer" in survivor.told["message"]
+    check_ended_well(survivor)
 
 
 @pytest.mark.parametrize(

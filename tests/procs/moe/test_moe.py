@@ -164,6 +164,22 @@ def test_an_error_on_one_rank_is_told_to_the_others_which_go_on(
         assert rest == ["no error", 0]
 
 
+@pytest.mark.parametrize(
+    ("stays", "limit_s", "expected"),
+    [
+        (False, 100, "PeerLost: rank 1 is gone"),
+        (True, 3, "SchedulerTimeout: no progress within 3 s: "),
+    ],
+)
+def test_an_error_in_the_backward_pass_is_known_to_others_late(
+    stays: bool, limit_s: int, expected: str
+) -> None:
+    limit = {"BYTESCHED_TIMEOUT_S": str(limit_s)}
+    other, last = run_fresh(differing.raises_in_backward, env=limit, args=(stays,))
+    assert last.stdout == "ValueError: the weather\n", last
+    assert other.stdout.startswith(expected), other
+
+
 def test_an_error_in_one_row_of_a_grid_stays_in_it(four_ranks: Ranks) -> None:
     *first_row, (third,), (last,) = four_ranks.run(differing.raises_in_one_row)
     assert first_row == [["no error"], ["no error"]]

@@ -164,6 +164,14 @@ def test_ddp_by_itself_for_a_while(two_ranks: Ranks) -> None:
     equal(two_ranks, ways.aside_and_back, False, [], mode="cross")
 
 
+@pytest.mark.parametrize("is_guarded", [True, False])
+def test_the_same_run_twice(three_ranks: Ranks, is_guarded: bool) -> None:
+    """Who wins decides how sums of three ranks round, and is said."""
+    for rank, (found, said) in enumerate(three_ranks.run(ways.decided_twice, is_guarded)):
+        assert bool(found) == is_guarded, found
+        assert said == (2 if is_guarded and rank == 0 else 0)
+
+
 @views
 @cases(*ROUNDS)
 @pytest.mark.one_in(6)
@@ -205,6 +213,34 @@ def test_join(two_ranks: Ranks, views: bool, finds_unused: bool, first: int) -> 
     if finds_unused and not first:
         pytest.skip("plain DDP has other weights each time")
     equal(two_ranks, scripts.joined, views, [finds_unused, first])
+
+
+#: what is trained under join(), and what its first pass raises
+JOINED_IN_VAIN = {
+    "divided by those left": "join(divide_by_initial_world_size=False) is not supported",
+    "sharded": "shard=True: ranks under join() would miss what others own",
+    **dict.fromkeys(("complex", "groups", "AdamA"), "join() shadows DDP's own all-reduces"),
+}
+
+
+@pytest.mark.parametrize("what", JOINED_IN_VAIN)
+def test_join_is_refused(two_ranks: Ranks, what: str) -> None:
+    for said in two_ranks.run(scripts.joined_in_vain, what):
+        assert said.startswith("PluginError: "), said
+        assert JOINED_IN_VAIN[what] in said
+
+
+@pytest.mark.parametrize(
+    ("what", "mode"), [("SyncBatchNorm", "plain"), ("a hook for buffers", "backward")]
+)
+def test_what_keeps_ddps_own_collectives_over_nccl(two_ranks: Ranks, what: str, mode: str) -> None:
+    for figures in equal(two_ranks, scripts.begun_over_nccl, False, [what], mode=mode):
+        assert mode == "plain" or "a hook for buffers" in str(figures["reason"])
+
+
+def test_another_back_end_is_refused(two_ranks: Ranks) -> None:
+    for said in two_ranks.run(scripts.over_another_back_end):
+        assert "backend 'fake' is not supported; gloo and nccl are" in said
 
 
 @views

@@ -126,6 +126,12 @@ def test_one_rank_asks_when_the_others_have_let_go(two_ranks: Ranks) -> None:
     assert two_ranks.run(shard.asked_when_others_have_let_go) == [8, 0]
 
 
+@pytest.mark.parametrize("where", ["in a collective", "in another step"])
+def test_one_rank_alone_asks_while_the_others_wait_for_it(two_ranks: Ranks, where: str) -> None:
+    told, _ = two_ranks.run(shard.asked_while_others_wait, where)
+    assert told.startswith("SchedulerTimeout: no progress within 1 s: "), told
+
+
 def test_models_are_dropped_before_barriers(two_ranks: Ranks) -> None:
     assert two_ranks.run(shard.dropped_before_barriers) == [5, 5]
 
@@ -165,6 +171,7 @@ def test_shards_are_those_of_a_sharded_optimizer() -> None:
 
 
 REFUSED = {
+    "of another": "is in two optimizers: let go of the first",
     "early shards": "no rank owns anything before the first backward pass",
     "late optimizer": "wrap every optimizer of a model before its first backward pass",
     "nameless shards": "a parameter of shape (3,) is in the optimizer and not in the wrapped model",

@@ -120,6 +120,13 @@ def test_compiled_after_wrap(two_ranks: Ranks, script: Script, args: list[Any]) 
     check(two_ranks, script, *args, mode="backward")
 
 
+@cases(*each(optimizers.step_compiled, ("sgd", "adamw"), ("eager", "aot_eager")))
+def test_step_that_is_compiled(two_ranks: Ranks, script: Script, args: list[Any]) -> None:
+    """It is the user's own, over all parameters."""
+    for figures in check(two_ranks, script, *args, mode=""):
+        assert figures["barrier_crossed_steps"] == 0
+
+
 @pytest.mark.parametrize("module_alone", [False, True], ids=["ddp", "module"])
 @pytest.mark.parametrize("what", reading.KEPT)
 @pytest.mark.one_in(2)

@@ -10,10 +10,12 @@ import torch
 from fake_wire import alone, inputs, mlp, sgd
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel.distributed import _MixedPrecision
 
 from bytesched.config import Config
 from bytesched.errors import PluginError
 from bytesched.plugins.c10d.attaching import attach_planned, why_not_sharded
+from bytesched.plugins.c10d.ddp import why_kept
 from bytesched.plugins.c10d.entry import Entry
 from bytesched.plugins.planned.beginning import slots_of
 from bytesched.plugins.planned.bundles import Slot
@@ -64,6 +66,23 @@ def test_why_parameters_of_a_ddp_have_no_owners(
     ddp = DistributedDataParallel(mlp())
     options = {"has_groups": False, "is_folded": False, **options}
     assert why_not_sharded(ddp, Config(**fields), **options) == why
+
+
+@pytest.mark.parametrize("way", ["mixed precision", "delays", "skips"])
+def test_why_only_ddp_reduces_as_it_was_told_to(way: str) -> None:
+    model: Any = mlp()
+    options: dict[str, dict[str, Any]] = {
+        "delays": {
+            "delay_all_reduce_named_params": [("0.bias", model[0].bias)],
+            "param_to_hook_all_reduce": model[0].weight,
+        },
+        "skips": {"skip_all_reduce_unused_params": True},
+    }
+    ddp = DistributedDataParallel(model, **options.get(way, {}))
+    if way == "mixed precision":
+        # DDP itself makes streams of a GPU for it.
+        vars(ddp)["mixed_precision"] = _MixedPrecision(torch.float16)
+    assert way in why_kept(ddp)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from bytesched.errors import PeerLost, PluginError, TransportError, UnusedParameterError
+from bytesched.plugins.planned import hooked_session
 
 Pair = Callable[..., tuple[Run, Run]]
 
@@ -105,6 +106,14 @@ def test_a_gradient_of_another_dtype_is_refused_by_its_name(ours: Run) -> None:
     ours.model.double()
     with pytest.raises(PluginError, match=r"bias' is torch.float64 on cpu, it was torch.float32"):
         ours.model(inputs(2).double()).sum().backward()
+
+
+def test_gradients_that_would_go_to_distributed_autograd_are_refused(
+    ours: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hooked_session, "are_in_a_context", lambda: True)
+    with pytest.raises(PluginError, match="cannot stay wrapped: its gradients go to a context"):
+        ours.model(inputs(2))
 
 
 class Twice(nn.Module):

@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from torch import Tensor, nn
 import bytesched
 from bytesched.errors import PluginError, SchedulerTimeout
 from bytesched.plugins.planned.bundles import BundleState
+from bytesched.plugins.proxies.compiling import waiting
 
 Make = Callable[..., Any]
 #: what happens in the middle of the next updates
@@ -223,6 +226,43 @@ def test_a_program_that_is_made_of_the_model_has_its_weights(
     crossed = run.crossed
     for one in (run, plain):
         one.train(1)
+    assert run.crossed > crossed
+    assert run.differences(plain) == []
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_an_export_in_another_thread_is_none_of_this_one(run_of: Make) -> None:
+    """Though torch says to all threads that it compiles and exports."""
+    inside, over = threading.Event(), threading.Event()
+
+    class Halting(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            inside.set()
+            over.wait(100)
+            return x + 1
+
+    # In DDP it would raise, plain or not (torch 2.13).
+    run, plain = run_of(is_plain=True), trained(3, is_plain=True)
+    weight, same = run.model.module[0].weight, plain.model.module[0].weight
+    with (
+        ThreadPoolExecutor(1) as pool,
+        mock.patch.object(run.session._meter, "forward_begins") as begins,
+    ):
+        made = pool.submit(torch.export.export, Halting(), (inputs(0),), strict=False)
+        try:
+            assert inside.wait(100)
+            assert torch.compiler.is_compiling()
+            assert torch.equal(inputs(0).new_tensor(weight), same)
+            crossed = run.crossed
+            for one in (run, plain):
+                one.train(1)
+            with waiting():
+                over.set()
+                made.result(100)
+        finally:
+            over.set()
+    assert not torch.compiler.is_compiling()
+    assert begins.call_count == 1
     assert run.crossed > crossed
     assert run.differences(plain) == []
 

@@ -39,6 +39,7 @@ def group() -> Group:
         ("[tcp/unbound_buffer.cc:78] Timed out waiting 1ms for recv", "SchedulerTimeout"),
         ("Application timeout caused pair closure", "SchedulerTimeout"),
         ("[tcp/pair.cc:1] writev: No space left on device", "TransportError"),
+        ("NCCL communicator was aborted on rank 0.", "TransportError"),
     ],
 )
 def test_every_failure_of_a_link_has_a_name(group: Group, said: str, kind: str) -> None:

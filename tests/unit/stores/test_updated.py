@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from together import TIMEOUT_S
 from torch import Tensor, nn
 from training import SMALL
 
+import bytesched
 from bytesched.config import Config
 from bytesched.errors import PluginError
 from bytesched.kvstore import Key, LocalKVStore
@@ -203,6 +205,24 @@ def test_gradients_cannot_be_read_in_any_round(training: Training) -> None:
         assert weight.grad.shape == (16, 8)
         optimizer.step()
         assert weight.grad is None
+
+
+#: MXNet's, by its module
+TRAINER: Any = type("Trainer", (), {"__module__": "mxnet.gluon.trainer"})()
+
+
+@pytest.mark.parametrize(
+    ("begin", "why"),
+    [
+        (lambda: Training(replace(CONFIG, share="jobs")), "share is not for a store that updates"),
+        (lambda: bytesched.wrap(LocalKVStore(), share="jobs"), "share is for models of torch"),
+        (lambda: bytesched.wrap(TRAINER, share="jobs"), "share is for models of torch"),
+    ],
+    ids=["a store that updates", "a store alone", "MXNet"],
+)
+def test_devices_are_not_shared(begin: Callable[[], object], why: str) -> None:
+    with pytest.raises(PluginError, match=why):
+        begin()
 
 
 def test_a_second_gradient_before_the_step_is_refused(training: Training) -> None:
