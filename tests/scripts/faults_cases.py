@@ -293,7 +293,7 @@ def fails_in_a_turn_of_ddp(victim: int, fault: str) -> None:
     def turn_begins() -> None:
         script.fault_step = script.step
 
-    vars(guard).update(_SETTLED=2, _COUNTED=1)
+    vars(guard).update(_SETTLED=2, _COUNTED_FIRST=1)
     before("bytesched.plugins.planned.guard:Guard", "plain_begins", turn_begins)
     script = Script(at, fault_step=-1).wrap()
     told(lambda: script.train_through(20))
