@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from math import hypot
 from typing import Any
 
 import numpy as np
 import torch
 from scripts_optimizers import SPLITTABLE
 from torch import Tensor, nn
-from torch.nn.utils import get_total_norm
 from torch.optim import SGD, AdamW, Optimizer
 
 import bytesched
@@ -52,8 +52,8 @@ class Threshold(Own):
         super().__init__(parameters, most=1e9)
 
     def rate(self, group: dict[str, Any], parameters: list[nn.Parameter]) -> float:
-        norm = get_total_norm([p.grad for p in parameters if p.grad is not None])
-        return min(1.0, float(group["most"]) / (float(norm) + 1e-6))
+        norm = hypot(*(float(p.grad.norm()) for p in parameters if p.grad is not None))
+        return min(1.0, float(group["most"]) / (norm + 1e-6))
 
     def meddle(self, draw: random.Random) -> None:
         if draw.random() < 0.3:

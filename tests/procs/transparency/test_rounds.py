@@ -146,13 +146,13 @@ NOT_KEPT = [case for case in CROSSING if case[0] is not gradients.gradients_kept
 @pytest.mark.one_in(8)
 def test_turns(two_ranks: Ranks, script: Script, args: list[Any], views: bool) -> None:
     """The plan and DDP by itself take turns, whatever the script does."""
-    equal(two_ranks, script, views, args, way=ways.taking_turns, mode="")
+    equal(two_ranks, script, views, args, way=ways.taking_turns, mode="", guard=True)
 
 
 @pytest.mark.parametrize(("verdict", "mode"), [("PLANNED", "cross"), ("PLAIN", "plain")])
 def test_a_decision(two_ranks: Ranks, verdict: str, mode: str) -> None:
     """It holds, and all ranks show what it was made from."""
-    figures = equal(two_ranks, ways.decided, False, [verdict], mode=mode)
+    figures = equal(two_ranks, ways.decided, False, [verdict], mode=mode, guard=True)
     shown = ("plain_ms", "planned_ms", "speedup", "stood_aside", "guard")
     first, second = ([stats[name] for name in shown] for stats in figures)
     assert first == second
@@ -161,7 +161,7 @@ def test_a_decision(two_ranks: Ranks, verdict: str, mode: str) -> None:
 
 def test_ddp_by_itself_for_a_while(two_ranks: Ranks) -> None:
     """Without a hook on the optimizer, and what the script keeps then is known afterwards."""
-    equal(two_ranks, ways.aside_and_back, False, [], mode="cross")
+    equal(two_ranks, ways.aside_and_back, False, [], mode="cross", guard=True)
 
 
 @pytest.mark.parametrize("is_guarded", [True, False])
@@ -178,7 +178,7 @@ def test_the_same_run_twice(three_ranks: Ranks, is_guarded: bool) -> None:
 def test_turns_in_two_halves(
     two_ranks: Ranks, script: Script, args: list[Any], views: bool
 ) -> None:
-    equal(two_ranks, script, views, args, way=ways.taking_turns, mode="", split="on")
+    equal(two_ranks, script, views, args, way=ways.taking_turns, mode="", split="on", guard=True)
 
 
 @views
@@ -342,4 +342,4 @@ def test_that_complex_gradients_are_not_compressed_is_said(two_ranks: Ranks) -> 
 def test_that_kept_gradients_are_left_is_said(two_ranks: Ranks, views: bool) -> None:
     text = "gradients lie in other memory from now on"
     kind = ways.ViewsJob if views else ways.RoundsJob
-    assert says(two_ranks, text, ways.decided, "PLANNED", kind=kind) == views
+    assert says(two_ranks, text, ways.decided, "PLANNED", kind=kind, guard=True) == views
