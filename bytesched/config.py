@@ -259,8 +259,8 @@ def variable(name: str) -> str:
 
 
 def _checked(name: str, value: object, origin: str = "code") -> Any:
-    if name in _GONE:
-        raise ConfigError(f"{name} = {shown(value)} ({origin}) is gone: {_GONE[name]}")
+    if name in GONE:
+        raise ConfigError(f"{name} = {shown(value)} ({origin}) is gone: {GONE[name]}")
     if name not in FIELDS:
         raise ConfigError(f"there is no field {shown(name)} ({origin}){nearest(name, FIELDS)}")
     try:
@@ -274,7 +274,7 @@ def _origin_of_variable(name: str) -> str:
 
 
 #: of earlier versions
-_GONE: Final = {
+GONE: Final = {
     "order": "all ranks keep to one planned order; leave it out",
     "tune_space": "set partition_bytes or credit_bytes, and the other is looked for",
 }
@@ -284,7 +284,7 @@ def _refuse_unknown_variables() -> None:
     known = [variable(name) for name in FIELDS]
     for name, text in own_variables().items():
         field = name.removeprefix(PREFIX).lower()
-        if field in _GONE:
+        if field in GONE:
             _checked(field, text, "environment")
         if name not in known:
             raise ConfigError(

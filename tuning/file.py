@@ -112,7 +112,7 @@ class TuningFile:
         if content.get("version") != VERSION:
             raise ValueError(f"of version {content.get('version')!r}, not {VERSION}")
         if content.get("setting") is None:
-            raise ValueError("it came to no end")
+            raise ValueError("it came to no end: remove it")
         # A later one may have written more.
         known = {field.name for field in fields(cls)}
         try:

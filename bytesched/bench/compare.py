@@ -33,6 +33,8 @@ COUNTS: Final = {
 }
 #: what `same_again` leaves out
 _OUTPUTS: Final = frozenset({"--json", "--png", "--record", "--compare"})
+#: what earlier results may have; where it matters, the setting differs
+_GONE: Final = frozenset({"--compute-scale", "--threads", "--timeout-s", "--workers"})
 _SAME = "identical"
 _LOSSES = "losses and weights that differ from the first system's"
 
@@ -82,7 +84,7 @@ def same_again(command: str, arguments: Sequence[str]) -> list[str]:
         if flag == "--batch" != word and "--record" in words:
             # What systems got.
             kept.append(str(batches(word)[-1]))
-        elif flag not in _OUTPUTS:
+        elif flag not in _OUTPUTS and flag not in _GONE:
             kept.append(word)
     return [*kept, *arguments]
 

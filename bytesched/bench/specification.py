@@ -55,13 +55,14 @@ bucket sizes, FSDP2 and bytesched; --device cpu tries the same with tiny models 
   torchrun --nproc-per-node 1 --nnodes 2 ... -m bytesched bench --model gpt --json gpt.json
 """
 _REPLACED: Final = {
-    "--compute-scale": "--comm-ratio X paces emulated compute, and FILE.json has any times",
+    "--compute-scale": "--comm-ratio X paces emulated compute",
     "--optimizer": "all systems train with AdamW",
     "--png": "bytesched report RESULT.json -o OUT.png draws it",
     "--share": "what it measured is in the notes on jobs that take turns",
     "--threads": "OMP_NUM_THREADS says how many each rank has, else it has one",
-    "--timeout-s": "a collective or block of 300 s has failed: take fewer --iterations",
-    "--workers": "torchrun --standalone --nproc-per-node N -m bytesched bench starts N ranks here",
+    "--timeout-s": "a collective, or the block of a system, has 300 s: take fewer --iterations",
+    "--workers": "torchrun --standalone --nproc-per-node N -m bytesched bench starts N ranks here; "
+    "systems over MPI have two, or --lab N",
 }
 
 
@@ -149,7 +150,6 @@ def bench_parser() -> argparse.ArgumentParser:
         "Says first how long that will take. When it is stopped (ctrl-C, SIGTERM) it prints the\n"
         "table of what was measured until then.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
         replaced=_REPLACED,
     )
     for each in fields(Specification):

@@ -38,7 +38,6 @@ REPLACED: Final = {
     "--csv": "it is -o FILE.csv",
     "--forward-ms": _OF_A_STAGE,
     "--microbatches": "it is --micro-batches",
-    "--output": _OF_A_STAGE,
     "--parameters": _OF_A_STAGE,
     "--png": "it is -o FILE.png",
 }

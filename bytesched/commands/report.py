@@ -25,6 +25,7 @@ from bytesched.trace.reading import (
 )
 from bytesched.trace.timeline import trace_name
 from bytesched.tuning.file import TuningFile
+from bytesched.values import size_text
 
 _EPILOG = """\
 of timelines, the folder or files that BYTESCHED_TIMELINE names:
@@ -78,8 +79,7 @@ def _report(paths: Sequence[Path], kind: str, output: Path, *, print_all: bool) 
     if "trials" in fields:
         if kind:
             raise ValueError("a tuning is printed: leave out -o")
-        for path in paths:
-            _print_tuning(path)
+        _print_tunings(paths)
         return
     if "systems" in fields:
         if kind != "png":
@@ -177,17 +177,29 @@ def _means(ones: Sequence[Iteration]) -> list[str]:
     return [f"{fmean(column):.2f}" for column in zip(*times, strict=True)] or [""] * 4
 
 
-def _print_tuning(path: Path) -> None:
-    try:
-        tuning = TuningFile.read(path)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
-    rows = [
-        (one.phase, str(one.setting), f"{one.step_ms:.1f}", str(len(one.durations_ms)), cut)
-        for one, cut in ((one, "cut short" if one.cut else "") for one in tuning.trials)
-    ]
-    title = f"{path}: {tuning.setting}, {tuning.step_ms:.1f} ms ({tuning.gain_pct:.1f} % gained)"
-    _print_table(title, ("phase", "setting", "step ms", "steps", ""), rows, "<<>><")
+def _print_tunings(paths: Sequence[Path]) -> None:
+    """Of those that are none is said so at the end."""
+    faults: list[str] = []
+    for path in paths:
+        try:
+            tuning = TuningFile.read(path)
+        except (OSError, ValueError) as error:
+            faults.append(f"{path}: {error}")
+            continue
+        rows = [
+            (one.phase, str(one.setting), f"{one.step_ms:.1f}", str(len(one.durations_ms)), cut)
+            for one, cut in ((one, "cut short" if one.cut else "") for one in tuning.trials)
+        ]
+        case = tuning.fingerprint
+        print(
+            f"{case.backend}, {sum(case.ranks_per_host)} ranks on "
+            f"{len(case.ranks_per_host)} hosts, {case.device}, a model of {size_text(case.model_bytes)}"
+        )
+        found = f"{tuning.setting}, {tuning.step_ms:.1f} ms ({tuning.gain_pct:.1f} % gained)"
+        titles = ("phase", "setting", "step ms", "steps", "")
+        _print_table(f"{path}: {found}", titles, rows, "<<>><")
+    if faults:
+        raise ValueError("; ".join(faults))
 
 
 def _print_table(

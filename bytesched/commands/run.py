@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from bytesched import log
-from bytesched.config import FIELDS, Config, set_on_command_line
+from bytesched.config import FIELDS, GONE, Config, set_on_command_line
 from bytesched.environment import rank_view
 from bytesched.errors import ConfigError
 from bytesched.parser import CommandParser
@@ -117,6 +117,7 @@ def _parser() -> argparse.ArgumentParser:
         "what cannot be wrapped is left as it was, and the log says so once.",
         epilog="Under a launcher: torchrun --nproc-per-node 2 -m bytesched run train.py, or "
         "horovodrun -np 2 python -m bytesched run train.py",
+        replaced={f"--{name.replace('_', '-')}": why for name, why in GONE.items()},
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
     )

@@ -147,7 +147,7 @@ class Bench:
             options = {"bucket_mb": str(bucket_mb), "bucket_view": "1"}
             one = System("ddp", "ddp", options)
             block = self.block(one, SWEEP_WARMUP, self.spec.sweep_iterations)
-            median_ms = self.ranks.mean(statistics.median(block["iteration_ms"]))
+            median_ms = statistics.median(block["iteration_ms"])
             found[str(bucket_mb)] = found.get(str(bucket_mb), 0.0) + median_ms / 2
             self.ranks.say(f"bucket sweep {bucket_mb:>3} MB {median_ms:19.1f} ms")
         self.sweep["bucket_sweep_ms"] = found
