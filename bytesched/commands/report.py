@@ -190,10 +190,10 @@ def _print_tunings(paths: Sequence[Path]) -> None:
             (one.phase, str(one.setting), f"{one.step_ms:.1f}", str(len(one.durations_ms)), cut)
             for one, cut in ((one, "cut short" if one.cut else "") for one in tuning.trials)
         ]
-        case = tuning.fingerprint
+        case, size = tuning.fingerprint, size_text(tuning.fingerprint.model_bytes)
         print(
             f"{case.backend}, {sum(case.ranks_per_host)} ranks on "
-            f"{len(case.ranks_per_host)} hosts, {case.device}, a model of {size_text(case.model_bytes)}"
+            f"{len(case.ranks_per_host)} hosts, {case.device}, a model of {size}"
         )
         found = f"{tuning.setting}, {tuning.step_ms:.1f} ms ({tuning.gain_pct:.1f} % gained)"
         titles = ("phase", "setting", "step ms", "steps", "")
