@@ -84,7 +84,8 @@ class Stepping:
             if shared or not other.is_alive:
                 self._leave(other)
         deferred = Deferred(optimizer, kind, self._synchronize, cross=cross)
-        keeper = optimizer.register_load_state_dict_pre_hook(partial(self._before_load, model))
+        loaded = partial(self._after_load, deferred, model)
+        keeper = optimizer.register_load_state_dict_post_hook(loaded)
         self._deferred[deferred] = [keeper]
         try:
             self._hook(deferred)
@@ -105,7 +106,7 @@ class Stepping:
             before,
             after,
             optimizer.register_state_dict_pre_hook(lambda _: self._synchronize()),
-            optimizer.register_load_state_dict_post_hook(lambda _: deferred.guard()),
+            optimizer.register_load_state_dict_pre_hook(lambda *_: self._synchronize()),
         ]
 
     def _unhook(self, handles: list[RemovableHandle], deferred: Deferred) -> None:
@@ -116,10 +117,11 @@ class Stepping:
     def rest(self) -> None:
         """Steps are the optimizers' own until `wake`; nothing is owed."""
         for deferred, handles in self._deferred.items():
-            # The first one keeps the model, and is asked when a state is loaded.
-            keeper = handles.pop(0)
-            self._unhook(handles, deferred)
-            handles.append(keeper)
+            if handles and deferred not in self._begun:
+                # The first one keeps the model, and is told when a state is loaded.
+                keeper = handles.pop(0)
+                self._unhook(handles, deferred)
+                handles.append(keeper)
 
     def wake(self) -> None:
         """They are deferred again."""
@@ -139,8 +141,8 @@ class Stepping:
         for deferred, handles in self._deferred.items():
             self._unhook(handles, deferred)
 
-    def _before_load(self, model: nn.Module | None, *_: Any) -> None:
-        self._synchronize()
+    def _after_load(self, deferred: Deferred, model: nn.Module | None, *_: Any) -> None:
+        deferred.loaded(is_guarded=len(self._deferred[deferred]) > 1)
 
     @property
     def crosses(self) -> bool:

@@ -155,7 +155,14 @@ class Deferred:
         if not isinstance(state, GuardedState):
             state = optimizer.state = GuardedState(state, self._synchronize, self._known)
             self._known = None
-        self._copies_state = AliasedState(state, self._real)
+        self._copies_state: AliasedState | None = AliasedState(state, self._real)
+
+    def loaded(self, *, is_guarded: bool) -> None:
+        """The optimizer has another state: what others have of it is known."""
+        self._known = None
+        self.guard()
+        if not is_guarded:
+            self.unguard()
 
     def unguard(self) -> None:
         """Gives the optimizer a plain state back, as it is: nothing is applied.
@@ -165,6 +172,8 @@ class Deferred:
         state = self.optimizer.state if self.is_alive else None
         if isinstance(state, GuardedState) and not state.abandon():
             self._known = state.known
+            # Who loads another state lets go of this one.
+            self._copies_state = None
             self.optimizer.state = defaultdict(dict, dict.items(state))
 
     def why_replaced(self) -> str:

@@ -38,7 +38,7 @@ class GuardedState(defaultdict[Any, Any]):
         #: parameters of which other ranks have something
         self._elsewhere: set[Any] = set()
         self._gather: Callable[[], dict[Any, Any]] = self._refuse
-        #: ``state_dict()`` is about to read all of it
+        #: ``state_dict()`` is about to read what is here, and what others have is added to that
         self._is_packed = False
         #: somebody outside has looked into it since nothing of it was found to be kept
         self._is_used = known is not None
@@ -80,7 +80,7 @@ class GuardedState(defaultdict[Any, Any]):
         self._gather = gather
 
     def packs(self) -> None:
-        """What is read next are whole entries of all ranks, for `Optimizer.state_dict`."""
+        """What is read next is what is here, for `Optimizer.state_dict`."""
         self._is_packed = True
 
     def restore(self, entries: dict[Any, Any]) -> None:
@@ -129,15 +129,12 @@ class GuardedState(defaultdict[Any, Any]):
             "writes optimizer.state itself needs training without shard=True"
         )
 
-    def _all(self) -> dict[Any, Any]:
-        is_packed, self._is_packed = self._is_packed, False
-        if is_packed and self._elsewhere:
-            return self.plain()
+    def _use_all(self) -> None:
         self._synchronize()
         self._is_used = True
-        for key in self._elsewhere:
+        is_packed, self._is_packed = self._is_packed, False
+        for key in () if is_packed else self._elsewhere:
             self._refuse_one(key)
-        return self
 
     def __len__(self) -> int:
         self._synchronize()
@@ -204,7 +201,8 @@ def _of_all(name: str) -> Callable[..., Any]:
 
     @functools.wraps(method)
     def call(self: GuardedState, *args: Any) -> Any:
-        return method(self._all(), *args)
+        self._use_all()
+        return method(self, *args)
 
     return call
 

@@ -223,6 +223,9 @@ def is_elementwise(kind: type[torch.optim.Optimizer]) -> bool:
 #: whose functions a package may use beside its own
 _TRUSTED: Final = sys.stdlib_module_names | {"torch", "typing_extensions"}
 
+#: what torch.compile leaves in a module when it has compiled a ``step()``; nothing else uses it
+_COMPILED: Final = ("__compiled_fn_", "__resume_at_")
+
 #: what a ``step()`` does not call on itself
 BESIDE: Final = frozenset(name for name in vars(torch.optim.Optimizer) if name[0] != "_")
 
@@ -250,6 +253,8 @@ def why_altered(optimizer: torch.optim.Optimizer, kind: type[torch.optim.Optimiz
         module = each.__module__
         for where, names in ((each.__name__, vars(each)), (module, vars(sys.modules[module]))):
             for name, value in tuple(names.items()):
+                if name.startswith(_COMPILED):
+                    continue
                 if isinstance(value, (staticmethod, classmethod)):
                     value = value.__func__
                 if not _TRUSTED.union((_owner(each),)).issuperset(map(_package, _layers(value))):

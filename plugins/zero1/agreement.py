@@ -247,7 +247,7 @@ def answer_in_barriers(group: dist.ProcessGroup, answer: Callable[[], None]) -> 
 
     @functools.wraps(barrier)
     def call(group: Any, *args: Any, **kwargs: Any) -> Any:
-        for answer in [answer for answer, known in _answering.items() if known is group]:
+        for answer in [answer for answer, known in list(_answering.items()) if known is group]:
             answer()
         return barrier(group, *args, **kwargs)
 

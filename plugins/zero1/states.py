@@ -46,6 +46,9 @@ class States:
         optimizer = deferred.optimizer
         self._handles += [
             optimizer.register_state_dict_pre_hook(lambda _: _state_of(deferred).packs()),
+            optimizer.register_state_dict_post_hook(
+                partial(self._complete, deferred), prepend=True
+            ),
             optimizer.register_load_state_dict_post_hook(lambda _: self._drop_foreign(deferred)),
         ]
         self.optimizers.append(deferred)
@@ -135,14 +138,31 @@ class States:
         device = self.slots[0].parameter.device
         found = [_unpacked(answer, device) for answer in self._ask(self.optimizers.index(deferred))]
         assert self.ownership is not None
-        state, groups = _state_of(deferred), deferred.optimizer.param_groups
-        whole = {p: dict.get(state, p) for group in groups for p in group["params"]}
+        whole = {}
         for slot in self.slots:
-            if slot.parameter in whole:
-                pieces = self.ownership.of(slot.parameter)
-                entries = [found[piece.rank].get(slot.name) for piece in pieces]
-                whole[slot.parameter] = None if None in entries else _whole(slot, pieces, entries)
-        return {parameter: entry for parameter, entry in whole.items() if entry is not None}
+            pieces = self.ownership.of(slot.parameter)
+            entries = [found[piece.rank].get(slot.name) for piece in pieces]
+            if None not in entries:
+                whole[slot.parameter] = _whole(slot, pieces, entries)
+        groups = deferred.optimizer.param_groups
+        return {p: whole[p] for group in groups for p in group["params"] if p in whole}
+
+    def _complete(
+        self, deferred: Deferred, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]
+    ) -> dict[str, Any]:
+        """A hook of ``state_dict()``."""
+        if self.ownership is None:
+            return state_dict
+        index_of: dict[Any, int] = {}
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                index_of.setdefault(parameter, len(index_of))
+        # Whatever this rank has: others may lack something, and ask.
+        whole = {index_of[p]: entry for p, entry in self._gather(deferred).items()}
+        state = {**state_dict["state"], **whole}
+        numbered = {key: state[key] for key in sorted(k for k in state if isinstance(k, int))}
+        state_dict["state"] = {**numbered, **state}
+        return state_dict
 
     def restore(self) -> None:
         """Every optimizer gets the entries of all ranks."""

@@ -131,6 +131,37 @@ def saved_before_a_barrier(job: Job, model: Any, optimizer: Any, step: int) -> N
     dist.barrier()
 
 
+class Tempered(nn.Module):
+    """One rank owns its scalar, of which another optimizer has the state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.temperature = mlp(), nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.body(x) * self.temperature
+
+
+def saved_by_all(job: Job) -> None:
+    """Whole states, before a collective of the script, and after all ranks have cleared theirs."""
+    model = job.ddp(Tempered())
+    parts = model.module.body.parameters(), [model.module.temperature]
+    optimizers = [job.wrap(torch.optim.AdamW(part, lr=0.01), model) for part in parts]
+
+    def update(step: int) -> None:
+        backward(job, model, step)
+        for optimizer in optimizers:
+            optimizer.step()
+            if step == 2:
+                optimizer.state.clear()
+            if step in (1, 4):
+                job.record(f"state {step}", optimizer.state_dict())
+                dist.all_gather_object([None] * dist.get_world_size(), step)
+
+    train(job, model, optimizers[0], zero_grad=model.zero_grad, update=update)
+    job.record_state(model, *optimizers)
+
+
 @script(adamw, module=uneven, when="step")
 def read_after_step(job: Job, model: Any, optimizer: Any, step: int) -> None:
     """Gradients are what the optimizer has taken, with all changes, and backward adds to them."""

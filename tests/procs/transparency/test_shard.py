@@ -53,7 +53,7 @@ import bytesched
         """
         unwrapped_before_step saved_before_a_barrier read_after_step loaded cut_by_kind profiled
         cut_and_tied all_in_closures asked_between_steps dropped_before_backward
-        copied_and_pickled adversaries
+        copied_and_pickled adversaries saved_by_all
         """,
     ),
     (models.one_model, "frozen"),
