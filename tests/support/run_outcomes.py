@@ -10,7 +10,11 @@ import pytest
 from ranks import ExitedRank
 
 #: far below the size of a layer
-SMALL = {"BYTESCHED_PARTITION_BYTES": "256", "BYTESCHED_CREDIT_BYTES": "512"}
+SMALL = {
+    "BYTESCHED_PARTITION_BYTES": "256",
+    "BYTESCHED_CREDIT_BYTES": "512",
+    "BYTESCHED_GUARD": "0",
+}
 
 Outcomes = dict[str, dict[str, Any]]
 

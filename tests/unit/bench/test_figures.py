@@ -41,7 +41,7 @@ def test_systems_are_compared_with_peers_of_their_framework_within_rounds() -> N
         assert "share_of_possible_gain" not in systems[name]["figures"]
     assert result["compute"]["communication_to_compute"] == 1.25
     text = table(result)
-    assert "vs best: the same for ddp-best or horovod:fusion-mb=9" in text
+    assert "vs best: how many times as fast as ddp-best or horovod:fusion-mb=9" in text
     assert max(map(len, text.splitlines())) <= 160
 
 

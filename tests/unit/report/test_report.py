@@ -301,15 +301,19 @@ def test_the_settings_that_were_tried_are_printed(
         for w, phase in ((1, "search"), (2, "guard"))
     ]
     Memory(path).save(replace(DONE, trials=tuple(trials)))
-    head, titles, *rows = said("report", path).splitlines()
+    case, head, titles, *rows = said("report", path).splitlines()
+    assert case == "gloo, 4 ranks on 2 hosts, cpu, a model of 40 MiB"
     assert head == f"{path}: partition 1 MiB, credit 3 MiB, 400.0 ms (9.1 % gained)"
     assert titles.split() == ["phase", "setting", "step", "ms", "steps"]
     assert len(rows) == len(trials)
     assert "partition 1 MiB, credit 1 MiB" in rows[-2]
     assert rows[-2].endswith("405.0      3  cut short")
     assert "leave out -o" in said("report", path, "-o", tmp_path / "out.png", code=1)
-    path.write_text('{"trials": []}')
-    assert f"{path.name}: not the memory of a tuning" in said("report", path, code=1)
+    other = tmp_path / "other.json"
+    other.write_text('{"trials": []}')
+    found = said("report", other, path, code=1)
+    assert head in found
+    assert f"{other.name}: not the memory of a tuning" in found
 
 
 def test_help_says_how_to_get_the_two_traces(said: Callable[..., str]) -> None:
