@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -152,13 +154,29 @@ def test_an_update_that_waits_for_another_is_an_error_at_once(pair: Pair, what: 
         ours.session.flush()
 
 
-def test_a_checkpoint_that_was_loaded_and_is_kept_is_no_reason_to_wait(pair: Pair) -> None:
-    """It has the tensors of the state: plain training writes them, and nobody reads them there."""
+@pytest.mark.parametrize("is_aside", [False, True])
+def test_a_checkpoint_that_was_loaded_and_is_kept_is_no_reason_to_wait(
+    pair: Pair, is_aside: bool
+) -> None:
+    """It has the tensors of the state: plain training writes them, and nobody reads them there.
+
+    Nor is one that is loaded while DDP goes on by itself, when nothing of the old state stays.
+    """
     ours, _ = pair(3, optimizer_of=torch.optim.Adam)
     checkpoint = ours.optimizer.state_dict()
     state: Any = ours.optimizer.state
     assert state.is_kept()
+    ours.session.flush()
+    if is_aside:
+        ours.session._stepping.rest()
+        assert not ours.optimizer._optimizer_step_pre_hooks
     ours.optimizer.load_state_dict(checkpoint)
+    old = weakref.ref(state)
+    del state
+    gc.collect()
+    assert old() is None
+    if is_aside:
+        ours.session._stepping.wake()
     ours.optimizer.state_dict()
     loaded: Any = ours.optimizer.state
     assert not loaded.is_kept()
