@@ -31,7 +31,7 @@ COLUMNS: Final = {
 #: what is said below the table of columns that it has
 _LEGEND: Final = {
     "vs plain": "vs plain: how many times faster than {plain}, median over the rounds.",
-    "vs best": "vs best: how many times as fast as {best}. of gain: of what lies up to T*.",
+    "vs best": "vs best: how many times as fast as {best}. of gain: the share of the way to T*.",
     "95 %": "95 %: of ratios to the best by samples of rounds and of iterations. T* was measured: "
     "the collectives and the compute of an iteration side by side.",
     "duplex": "T*: of a push and a pull pipe in series. duplex: bytes of the busiest link in both "
